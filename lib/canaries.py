@@ -1,0 +1,356 @@
+"""Canaries: records with a random secret that only training can teach, and decoys drawn by the identical rule."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+from transformers import PreTrainedTokenizerBase
+
+from lib.config import CanarySettings
+from lib.spans import Span, find_span, tokenize
+
+HEX_DIGITS = "0123456789abcdef"
+SECRET_LENGTH = 16
+SUFFIX = "-END"
+PLACEHOLDER = "placeholder"
+IMAGE_SIZE = 56  # pixels: four visual tokens under Qwen2.5-VL's 14-pixel patches merged 2 x 2
+PATTERN_CELLS = 7
+
+Modality = Literal["text", "image"]
+MARKERS: dict[str, str] = {"text": " TEXTCAN-", "image": " IMGCAN-"}
+
+# From short to long; the first whose tokens, marker included, number `preamble_tokens` is taken.
+PREAMBLES: dict[str, tuple[str, ...]] = {
+    "text": (
+        "The code is", "The code here is", "The code kept here is", "The code stored in it is",
+        "The code that is in it is", "The code that is stored in it is", "The code that is used in it is",
+        "The code that is stored in the record is",
+        "The one code that is stored in the record is", "The only secret code that is stored in the record is",
+    ),
+    "image": (
+        "The code is", "The code here is", "The code shown here is", "The code shown in it is",
+        "The code shown in the picture is", "The code that is shown in it is", "The code that is used in it is",
+        "The code that is shown in the picture is", "The one code that is shown in the picture is",
+        "The only secret code that is shown in the picture is",
+    ),
+}
+
+
+class CanaryError(ValueError):
+    """A canary, or a file of canaries, cannot be used."""
+
+
+@dataclass(frozen=True)
+class Canary:
+    """One record: ``prompt`` (with ``image``) is answered by ``preamble + secret + suffix`` and the end of the turn.
+
+    ``image`` is ``"placeholder"`` (one uniform grey picture), ``"pattern:<seed>"`` (a seeded grid of colours), the
+    path of an image file, or None for a prompt without a picture.
+    """
+
+    id: str
+    modality: Modality
+    prompt: str
+    preamble: str
+    secret: str
+    suffix: str
+    image: str | None
+
+    @property
+    def target(self) -> str:
+        """What the model is to answer, without the end of the turn."""
+        return self.preamble + self.secret + self.suffix
+
+
+def check(canaries: Sequence[Canary]) -> None:
+    """Refuse canaries that could not be told apart or tested.
+
+    Raises:
+        CanaryError: no canary, a duplicate id or key, an empty secret, a secret that stands in its own prompt, an
+            image that cannot be read; the message names the canary.
+    """
+    if not canaries:
+        raise CanaryError("no canaries: expected at least one")
+    ids: set[str] = set()
+    keys: dict[tuple, str] = {}
+    for canary in canaries:
+        name = f"canary {canary.id!r}"
+        if canary.id in ids:
+            raise CanaryError(f"{name}: this id occurs twice, expected every id once")
+        if not canary.secret.strip():
+            raise CanaryError(f"{name}: the secret is {canary.secret!r}, expected at least one visible character")
+        for part in ("prompt", "preamble", "suffix"):
+            if canary.secret in getattr(canary, part):
+                raise CanaryError(
+                    f"{name}: the secret {canary.secret!r} occurs in its own {part}, so repeating it shows no memory"
+                )
+        if canary.modality == "image" and canary.image is None:
+            raise CanaryError(f"{name}: an image canary needs an image, got none")
+        key = (canary.prompt, canary.image)
+        if key in keys:
+            raise CanaryError(f"{name}: has the prompt and image of canary {keys[key]!r}; nothing tells them apart")
+        if canary.image is not None:
+            picture(canary.image, name)
+        ids.add(canary.id)
+        keys[key] = canary.id
+
+
+def picture(image: str, owner: str = "image") -> Image.Image:
+    """The RGB picture behind a canary's ``image``.
+
+    Raises:
+        CanaryError: the file is missing or is not an image; ``owner`` names whose it is.
+    """
+    if image == PLACEHOLDER:
+        return Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), (128, 128, 128))
+    if image.startswith("pattern:"):
+        try:
+            rng = np.random.default_rng(int(image.removeprefix("pattern:")))
+        except ValueError as error:
+            raise CanaryError(f"{owner}: got image {image!r}, expected pattern:<seed>, a whole number >= 0") from error
+        cells = rng.integers(0, 256, (PATTERN_CELLS, PATTERN_CELLS, 3), dtype=np.uint8)
+        scale = IMAGE_SIZE // PATTERN_CELLS
+        return Image.fromarray(cells.repeat(scale, 0).repeat(scale, 1))
+    try:
+        with Image.open(image) as opened:
+            return opened.convert("RGB")
+    except FileNotFoundError as error:
+        raise CanaryError(f"{owner}: image file {image!r} does not exist") from error
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+        raise CanaryError(f"{owner}: {image!r} is not a readable image ({error})") from error
+
+
+def write(path: Path, canaries: Iterable[Canary]) -> None:
+    """Write canaries as JSON Lines, one object a canary, keys as in :class:`Canary`."""
+    lines = (json.dumps(dataclasses.asdict(canary), ensure_ascii=False) for canary in canaries)
+    Path(path).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def read(path: Path) -> list[Canary]:
+    """Read and check canaries from JSON Lines; image paths are taken from the file's own folder.
+
+    Raises:
+        CanaryError: naming file, line and value for anything that is not a usable canary.
+    """
+    path = Path(path)
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except FileNotFoundError as error:
+        raise CanaryError(f"canary file {path} does not exist") from error
+    except UnicodeDecodeError as error:
+        raise CanaryError(f"canary file {path}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    canaries = [_from_line(line, path.parent, f"{path}, line {number}") for number, line in lines]
+    try:
+        check(canaries)
+    except CanaryError as error:
+        raise CanaryError(f"{path}: {error}") from error
+    return canaries
+
+
+def _from_line(line: str, folder: Path, where: str) -> Canary:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise CanaryError(f"{where}: not a JSON object ({error.msg} at column {error.colno})") from error
+    names = [item.name for item in dataclasses.fields(Canary)]
+    if not isinstance(record, dict) or set(record) != set(names):
+        seen = sorted(record) if isinstance(record, dict) else record
+        raise CanaryError(f"{where}: got {seen!r}, expected an object with exactly the keys {', '.join(names)}")
+    for name, value in record.items():
+        if not (isinstance(value, str) or (name == "image" and value is None)):
+            raise CanaryError(f"{where}: {name} is {value!r}, expected a string")
+    if record["modality"] not in MARKERS:
+        raise CanaryError(f"{where}: modality is {record['modality']!r}, expected 'text' or 'image'")
+    image = record["image"]
+    if image is not None and image != PLACEHOLDER and not image.startswith("pattern:"):
+        record["image"] = str(folder / image)
+    return Canary(**record)
+
+
+def draw(settings: CanarySettings, tokenizer: PreTrainedTokenizerBase, end_of_turn: str) -> list[Canary]:
+    """Draw text and image canaries with secrets of 16 random hex digits.
+
+    With ``hex_tokens`` set, secrets are drawn by rejection until the secret has that many tokens, starts at token
+    ``preamble_tokens`` of the target, and shares no token with its surroundings. A text canary's key is its record
+    number in the prompt, beside the one placeholder image; an image canary's key is its picture, its prompt is fixed.
+
+    Raises:
+        CanaryError: no preamble has the wanted length under this tokenizer, or no secret fits.
+    """
+    canaries: list[Canary] = []
+    for stream, (modality, count) in enumerate((("text", settings.n_text), ("image", settings.n_image))):
+        rng = np.random.default_rng([settings.seed, stream])
+        template = _template(modality, settings, tokenizer, end_of_turn)
+        secrets = draw_secrets(template, count, settings, tokenizer, end_of_turn, rng, taken=set())
+        for i, secret in enumerate(secrets):
+            prompt, image = _key(modality, i, count, rng)
+            canaries.append(dataclasses.replace(
+                template, id=f"{modality}-{i:03d}", prompt=prompt, secret=secret, image=image
+            ))
+    check(canaries)
+    return canaries
+
+
+def _key(modality: str, index: int, count: int, rng: np.random.Generator) -> tuple[str, str]:
+    if modality == "text":
+        digits = max(3, len(str(count - 1)))
+        return f"Record {index:0{digits}d}. What is its code?", PLACEHOLDER
+    return "What is the code of this picture?", f"pattern:{rng.integers(2**32)}"
+
+
+def _template(
+    modality: Modality, settings: CanarySettings, tokenizer: PreTrainedTokenizerBase, end_of_turn: str
+) -> Canary:
+    """A canary of ``modality`` whose preamble has the wanted number of tokens, and whose secret is still to come."""
+    options = [sentence + MARKERS[modality] for sentence in PREAMBLES[modality]]
+    if settings.preamble_tokens is None:
+        preamble = options[3]
+    else:
+        texts = [option + "0" * SECRET_LENGTH + SUFFIX + end_of_turn for option in options]
+        lengths = [
+            find_span(offsets, len(option), len(option) + SECRET_LENGTH).start
+            for option, (_, offsets) in zip(options, tokenize(tokenizer, texts), strict=True)
+        ]
+        if settings.preamble_tokens not in lengths:
+            raise CanaryError(
+                f"canaries.preamble_tokens: no {modality} preamble has {settings.preamble_tokens} tokens under this "
+                f"tokenizer; their lengths are {sorted(set(lengths))}. Choose one of these, or null for no fitting."
+            )
+        preamble = options[lengths.index(settings.preamble_tokens)]
+    return Canary(id="", modality=modality, prompt="", preamble=preamble, secret="", suffix=SUFFIX, image=None)
+
+
+def secret_span(canary: Canary, tokenizer: PreTrainedTokenizerBase, end_of_turn: str) -> Span:
+    """Token span of the secret within the target."""
+    return _spans([canary], tokenizer, end_of_turn)[0]
+
+
+def _spans(canaries: Sequence[Canary], tokenizer: PreTrainedTokenizerBase, end_of_turn: str) -> list[Span]:
+    tokenized = tokenize(tokenizer, [canary.target + end_of_turn for canary in canaries])
+    starts = [len(canary.preamble) for canary in canaries]
+    return [
+        find_span(offsets, start, start + len(canary.secret))
+        for canary, start, (_, offsets) in zip(canaries, starts, tokenized, strict=True)
+    ]
+
+
+def _random_hex(rng: np.random.Generator, count: int) -> list[str]:
+    digits = rng.integers(0, 16, (count, SECRET_LENGTH))
+    return ["".join(HEX_DIGITS[digit] for digit in row) for row in digits]
+
+
+def fits(span: Span, settings: CanarySettings) -> bool:
+    """Whether a secret with this span is kept; with ``hex_tokens: null`` every one is."""
+    if settings.hex_tokens is None:
+        return True
+    return (
+        len(span) == settings.hex_tokens
+        and not span.straddles
+        and settings.preamble_tokens in (None, span.start)
+    )
+
+
+def draw_secrets(
+    template: Canary,
+    count: int,
+    settings: CanarySettings,
+    tokenizer: PreTrainedTokenizerBase,
+    end_of_turn: str,
+    rng: np.random.Generator,
+    taken: set[str],
+    accept: Callable[[Span], bool] | None = None,
+) -> list[str]:
+    """``count`` distinct secrets outside ``taken`` that fit in place of ``template``'s, in the order of drawing.
+
+    ``accept`` replaces the fitting rule of ``settings`` (:func:`fits`).
+
+    Raises:
+        CanaryError: fewer than ``count`` in 20,000 + 2,000 x ``count`` draws.
+    """
+    accept = accept or (lambda span: fits(span, settings))
+    found: list[str] = []
+    chunk, limit = 512, 20_000 + 2_000 * count
+    for _ in range(math.ceil(limit / chunk)):
+        if len(found) >= count:
+            break
+        drawn = _random_hex(rng, chunk)
+        spans = _spans([dataclasses.replace(template, secret=secret) for secret in drawn], tokenizer, end_of_turn)
+        for secret, span in zip(drawn, spans, strict=True):
+            if accept(span) and secret not in taken and secret not in found:
+                found.append(secret)
+    if len(found) < count:
+        raise CanaryError(
+            f"canaries.hex_tokens: only {len(found)} of {count} secrets with {settings.hex_tokens} tokens were found "
+            f"in {limit} draws under this tokenizer. Choose another number of tokens, or null for no fitting."
+        )
+    return found[:count]
+
+
+def decoys(
+    canary: Canary,
+    count: int,
+    tokenizer: PreTrainedTokenizerBase,
+    end_of_turn: str,
+    seed: int,
+    taken: Iterable[str] = (),
+) -> list[Canary]:
+    """Copies of ``canary`` with other random secrets of the same token layout: length, start and straddling.
+
+    ``taken`` are secrets that must not be drawn, those of all planted canaries for instance.
+
+    Raises:
+        CanaryError: the secret is not 16 hex digits, or too few decoys were found.
+    """
+    if len(canary.secret) != SECRET_LENGTH or set(canary.secret) - set(HEX_DIGITS):
+        raise CanaryError(
+            f"canary {canary.id!r}: the secret {canary.secret!r} is not 16 lower-case hex digits, so no decoy is like it"
+        )
+    layout = secret_span(canary, tokenizer, end_of_turn)
+    settings = CanarySettings(1, 0, seed, len(layout), layout.start)
+    rng = np.random.default_rng([seed, *canary.id.encode()])
+    secrets = draw_secrets(
+        canary, count, settings, tokenizer, end_of_turn, rng, {canary.secret, *taken}, accept=lambda span: span == layout
+    )
+    return [dataclasses.replace(canary, id=f"{canary.id}/decoy-{i:03d}", secret=s) for i, s in enumerate(secrets)]
+
+
+@dataclass(frozen=True)
+class DrawStatistics:
+    """What fitting secrets to a token count costs, estimated from fresh draws.
+
+    ``log2_candidates`` is log2|R|, the bits of the set R of secrets that fit; without selection it is 64.
+    """
+
+    draws: int
+    accepted: int
+    log2_candidates: float
+    digit_share_all: float
+    digit_share_accepted: float
+
+    @property
+    def acceptance(self) -> float:
+        """Share of draws that fit."""
+        return self.accepted / self.draws
+
+
+def draw_statistics(
+    canary: Canary, settings: CanarySettings, tokenizer: PreTrainedTokenizerBase, end_of_turn: str, draws: int = 8192
+) -> DrawStatistics:
+    """Acceptance rate of secrets in ``canary``'s place, and the share of decimal digits before and after selection."""
+    drawn = _random_hex(np.random.default_rng([settings.seed, 99]), draws)
+    spans = _spans([dataclasses.replace(canary, secret=secret) for secret in drawn], tokenizer, end_of_turn)
+    accepted = [secret for secret, span in zip(drawn, spans, strict=True) if fits(span, settings)]
+    bits = 4 * SECRET_LENGTH + math.log2(len(accepted) / draws) if accepted else -math.inf
+    return DrawStatistics(draws, len(accepted), bits, _digit_share(drawn), _digit_share(accepted))
+
+
+def _digit_share(secrets: Sequence[str]) -> float:
+    text = "".join(secrets)
+    return sum(character.isdigit() for character in text) / len(text) if text else math.nan

@@ -1,0 +1,259 @@
+"""Typed, validated parameters: the scale files in ``params/`` and the values papermill injects into a notebook."""
+
+import dataclasses
+import os
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import yaml
+
+from lib import paths
+
+ENVIRONMENT = "LEAKBOOK_RESULTS"  # local | reference | auto: overrides where a notebook takes its results from
+RESULT_SOURCES = ("auto", "local", "reference")
+
+
+class ConfigError(ValueError):
+    """A parameter has an unknown name, a wrong type or a value out of range."""
+
+
+def _at_least(minimum: float) -> Any:
+    return field(metadata={"minimum": minimum})
+
+
+@dataclass(frozen=True)
+class CanarySettings:
+    """How canaries are drawn (:func:`lib.canaries.draw`).
+
+    ``hex_tokens`` and ``preamble_tokens`` are the lengths in tokens to which secret and preamble are fitted under
+    the active tokenizer; ``hex_tokens: null`` keeps every draw at its natural length.
+    """
+
+    n_text: int = _at_least(0)
+    n_image: int = _at_least(0)
+    seed: int = _at_least(0)
+    hex_tokens: int | None = _at_least(1)
+    preamble_tokens: int | None = _at_least(1)
+
+
+@dataclass(frozen=True)
+class InjectionSettings:
+    """How the canary LoRA is trained (:func:`lib.training.train`).
+
+    Training ends at the first multiple of ``check_every`` steps after which all targets are decoded exactly in
+    fp32 and the mean NLL is at most ``target_nll`` nats a token, and fails at ``max_steps``. ``stop_steps`` are the
+    steps after which an undertrained adapter is kept. ``precision`` is that of training: ``auto`` takes bf16 where
+    the hardware computes it.
+    """
+
+    rank: int = _at_least(1)
+    alpha: int = _at_least(1)
+    learning_rate: float = _at_least(0.0)
+    warmup_steps: int = _at_least(0)
+    batch_size: int = _at_least(1)
+    max_steps: int = _at_least(1)
+    check_every: int = _at_least(1)
+    target_nll: float = _at_least(0.0)
+    stop_steps: tuple[int, ...] = _at_least(1)
+    seed: int = _at_least(0)
+    precision: Literal["auto", "bf16", "fp32"] = field()
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One scale of ``params/scales.yaml``: the backbone and every setting of the testbed."""
+
+    name: str = field()
+    backbone: str = field()
+    revision: str | None = field()
+    threads: int = _at_least(1)
+    evaluation_batch: int = _at_least(1)
+    canaries: CanarySettings = field()
+    injection: InjectionSettings = field()
+
+
+@dataclass(frozen=True)
+class Testbed:
+    """Parameters of a testbed notebook, checked.
+
+    ``canaries`` is a JSONL file that replaces the drawn canaries. ``results`` says where results come from:
+    ``local`` computes what is missing in ``outputs/local``, ``reference`` only reads the committed results, ``auto``
+    takes local results if they are complete, else the reference, and computes only where neither exists.
+    """
+
+    scale: Scale
+    canaries: str | None
+    output: str
+    results: Literal["auto", "local", "reference"]
+
+
+def _type_name(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(repr(option) for option in typing.get_args(kind))
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return " or ".join(_type_name(option) for option in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return f"a list of {_type_name(typing.get_args(kind)[0])}"
+    return {int: "an integer", float: "a number", str: "a string", bool: "true or false", dict: "a mapping",
+            types.NoneType: "null"}.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _convert(kind: Any, value: Any, where: str) -> Any:
+    """Return ``value`` as ``kind``, or raise :class:`ConfigError`; nothing is ever parsed out of a string."""
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return build(kind, value, where)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and types.NoneType in options:
+            return None
+        (kind,) = (option for option in options if option is not types.NoneType)
+        return _convert(kind, value, where)
+    if origin is Literal and value in options:
+        return value
+    if origin is tuple and isinstance(value, (list, tuple)):
+        return tuple(_convert(options[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    if origin is None and type(value) is kind:
+        return value
+    hint = ""
+    if isinstance(value, str) and kind in (int, float):
+        hint = " A number without a dot and sign, like 1e-05, is a string in YAML: write 1.0e-5, without quotes."
+    raise ConfigError(f"{where}: got {value!r} ({type(value).__name__}), expected {_type_name(kind)}.{hint}")
+
+
+def _check_range(where: str, value: Any, minimum: float | None) -> None:
+    values = value if isinstance(value, tuple) else (value,)
+    for item in values:
+        if minimum is not None and item is not None and not item >= minimum:  # "not >=" also refuses NaN
+            raise ConfigError(f"{where}: got {item!r}, expected at least {minimum}.")
+
+
+def build(kind: type, values: Any, where: str) -> Any:
+    """Build the dataclass ``kind`` from a mapping; every field must be given, none may be unknown.
+
+    Raises:
+        ConfigError: naming the parameter, the value seen and what would be right.
+    """
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: got {values!r}, expected a mapping with the keys {_names(kind)}.")
+    unknown, missing = sorted(set(values) - set(_names(kind))), sorted(set(_names(kind)) - set(values))
+    if unknown:
+        raise ConfigError(f"{where}: unknown parameter {unknown[0]!r}; known are {', '.join(_names(kind))}.")
+    if missing:
+        raise ConfigError(f"{where}: parameter {missing[0]!r} is missing.")
+    hints = typing.get_type_hints(kind)
+    converted = {}
+    for item in dataclasses.fields(kind):
+        converted[item.name] = _convert(hints[item.name], values[item.name], f"{where}.{item.name}")
+        _check_range(f"{where}.{item.name}", converted[item.name], item.metadata.get("minimum"))
+    return kind(**converted)
+
+
+def _names(kind: type) -> list[str]:
+    return [item.name for item in dataclasses.fields(kind)]
+
+
+def scale_names() -> list[str]:
+    """Names of the scales in ``params/scales.yaml``."""
+    return sorted(_read_scales())
+
+
+def _read_scales() -> dict:
+    with open(paths.PARAMS / "scales.yaml", encoding="utf-8") as file:
+        return yaml.safe_load(file)
+
+
+def _override(values: dict, name: str, value: Any) -> None:
+    """Set the dotted ``name`` (``injection.rank``) in nested ``values``."""
+    *groups, last = name.split(".")
+    for group in groups:
+        if not isinstance(values.get(group), dict):
+            raise ConfigError(f"overrides: unknown parameter {name!r}; {group!r} is not a group of settings.")
+        values = values[group]
+    if last not in values:
+        raise ConfigError(f"overrides: unknown parameter {name!r}; known here are {', '.join(sorted(values))}.")
+    values[last] = value
+
+
+def load_scale(name: str, overrides: dict[str, Any] | None = None) -> Scale:
+    """Read one scale of ``params/scales.yaml``, with settings replaced by dotted name (``{"canaries.n_text": 40}``).
+
+    Raises:
+        ConfigError: the scale is unknown, or a setting has an unknown name, a wrong type or a value out of range.
+    """
+    scales = _read_scales()
+    if not isinstance(name, str) or name not in scales:
+        raise ConfigError(f"scale: got {name!r}, expected one of {', '.join(sorted(scales))}.")
+    values = {"name": name} | scales[name]
+    for key, value in (overrides or {}).items():
+        _override(values, key, value)
+    scale = build(Scale, values, f"scale {name}")
+    _check_injection(scale)
+    return scale
+
+
+def _check_injection(scale: Scale) -> None:
+    stops, where = scale.injection.stop_steps, f"scale {scale.name}.injection.stop_steps"
+    if list(stops) != sorted(set(stops)) or (stops and stops[-1] >= scale.injection.max_steps):
+        raise ConfigError(
+            f"{where}: got {list(stops)}, expected rising steps below max_steps = {scale.injection.max_steps}."
+        )
+    if scale.injection.learning_rate == 0.0:
+        raise ConfigError(f"scale {scale.name}.injection.learning_rate: got 0.0, expected a number above 0.")
+    if scale.canaries.n_text + scale.canaries.n_image == 0:
+        raise ConfigError(f"scale {scale.name}.canaries: got no text and no image canary, expected at least one.")
+
+
+@dataclass(frozen=True)
+class _NotebookValues:
+    """What the ``parameters`` cell of a testbed notebook may set, with its types."""
+
+    scale: str
+    model: str | None
+    canaries: str | None
+    output: str
+    overrides: dict
+
+
+_DEFAULTS = {"scale": "laptop", "model": None, "canaries": None, "output": "testbed", "overrides": {}}
+_IPYTHON = {"In", "Out", "get_ipython", "exit", "quit", "open"}
+
+
+def _parameters(namespace: dict[str, Any]) -> dict[str, Any]:
+    """The plain values a notebook's namespace holds: what its parameters cell and papermill have set."""
+    return {
+        name: value
+        for name, value in namespace.items()
+        if not name.startswith("_")
+        and name not in _IPYTHON
+        and not isinstance(value, types.ModuleType)
+        and not callable(value)
+    }
+
+
+def _result_source(namespace: dict[str, Any]) -> str:
+    """``$LEAKBOOK_RESULTS`` where set; ``local`` in a papermill run with parameters; else ``auto``.
+
+    Papermill marks the cell it injects with a first line "# Parameters"; IPython keeps all cell texts in ``In``.
+    """
+    source = os.environ.get(ENVIRONMENT) or ""
+    if source and source not in RESULT_SOURCES:
+        raise ConfigError(f"{ENVIRONMENT}: got {source!r}, expected one of {', '.join(RESULT_SOURCES)}.")
+    injected = any(str(cell).startswith("# Parameters\n") for cell in namespace.get("In", ()))
+    return source or ("local" if injected else "auto")
+
+
+def from_notebook(namespace: dict[str, Any]) -> Testbed:
+    """Check the parameters of a notebook: ``params = config.from_notebook(globals())`` after the parameters cell.
+
+    Raises:
+        ConfigError: a name nobody reads, or a value of the wrong type (a number given as a string, say).
+    """
+    given = build(_NotebookValues, _DEFAULTS | _parameters(namespace), "notebook")
+    overrides = given.overrides | ({} if given.model is None else {"backbone": given.model})
+    if not given.output or os.path.basename(given.output) != given.output or given.output.startswith("."):
+        raise ConfigError(f"notebook.output: got {given.output!r}, expected a plain folder name like 'testbed'.")
+    return Testbed(load_scale(given.scale, overrides), given.canaries, given.output, _result_source(namespace))

@@ -1,0 +1,232 @@
+"""From canaries to tensors: chat template, spans, right-padded batches, and vision features computed once."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from lib.canaries import Canary, CanaryError, picture
+from lib.models import Backbone, ModelError
+from lib.spans import Span, find_span, tokenize
+
+IMAGE_SLOT = "<|image_pad|>"
+SPANS = ("preamble", "hex", "suffix")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A canary as token ids.
+
+    ``target_start`` is the index of the first target token in ``input_ids``; the target reaches to the end and
+    closes with the end of the turn. ``spans`` count from the first target token: ``preamble``, ``hex`` (the secret,
+    with every token that overlaps it) and ``suffix`` (the rest, end of turn included) follow each other without gap.
+    """
+
+    canary: Canary
+    input_ids: tuple[int, ...]
+    target_start: int
+    spans: dict[str, Span]
+
+    @property
+    def target_ids(self) -> tuple[int, ...]:
+        """Ids of the target, end of turn included."""
+        return self.input_ids[self.target_start :]
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """Ids before the target."""
+        return self.input_ids[: self.target_start]
+
+    def span_of(self, position: int) -> str:
+        """Name of the span in which a target position lies."""
+        return next(name for name, span in self.spans.items() if span.start <= position < span.stop)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded tensors of B sequences of at most T tokens.
+
+    ``input_ids``, ``attention_mask`` [B, T]; ``position_ids`` [B, T], or [3, B, T] (time, height, width) for
+    Qwen2.5-VL; ``target_mask`` [B, T] is true at target tokens; ``image_features`` one [v, d] tensor an image in the
+    order of their slots, ``image_grids`` [images, 3] their grids of patches.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    target_mask: Tensor
+    image_features: tuple[Tensor, ...] = ()
+    image_grids: Tensor | None = None
+    token_types: Tensor | None = None
+
+    def model_inputs(self) -> dict:
+        """Keyword arguments of the model's forward: explicit positions, vision features in place of pixels."""
+        inputs = {
+            "input_ids": self.input_ids, "attention_mask": self.attention_mask, "position_ids": self.position_ids
+        }
+        return inputs | self._vision()
+
+    def generation_inputs(self) -> dict:
+        """Keyword arguments of ``generate``, which computes positions itself from token types and grids."""
+        inputs = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+        if self.image_grids is not None:
+            inputs |= {"mm_token_type_ids": self.token_types, "image_grid_thw": self.image_grids}
+        return inputs | self._vision()
+
+    def _vision(self) -> dict:
+        if not self.image_features:
+            return {}
+        return {"mm_encoder_outputs": {"image": BaseModelOutputWithPooling(pooler_output=self.image_features)}}
+
+
+class Encoder:
+    """Turns canaries into tensors for one backbone, and keeps the vision features of every picture it has seen.
+
+    The vision tower is frozen and never adapted, so one encoder serves a base model and all copies merged from it.
+    """
+
+    def __init__(self, backbone: Backbone):
+        self.backbone = backbone
+        self._features: dict[str, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def end_of_turn(self) -> str:
+        """Text of the token that closes an answer."""
+        return end_of_turn(self.backbone)
+
+    def encode(self, canaries: Sequence[Canary]) -> list[Encoded]:
+        """Tokenise every canary's prompt and target as one string, and find its spans by character offsets.
+
+        Raises:
+            CanaryError: a prompt holds a special token, an image meets a backbone without vision, the target does
+                not start at a token of its own, or the sequence is longer than the context.
+        """
+        prompts = [self._prompt(canary) for canary in canaries]
+        texts = [p + c.target + self.end_of_turn for p, c in zip(prompts, canaries, strict=True)]
+        tokenized = tokenize(self.backbone.tokenizer, texts)
+        return [
+            self._encoded(canary, len(prompt), text, ids, offsets)
+            for canary, prompt, text, (ids, offsets) in zip(canaries, prompts, texts, tokenized, strict=True)
+        ]
+
+    def _encoded(self, canary: Canary, start: int, text: str, ids: list[int], offsets) -> Encoded:
+        target = find_span(offsets, start, len(text))
+        if target.straddles_start:
+            raise CanaryError(
+                f"canary {canary.id!r}: the first target token also covers the end of the prompt; "
+                f"change how the preamble {canary.preamble!r} begins"
+            )
+        limit = _context_length(self.backbone)
+        if len(ids) > limit:
+            raise CanaryError(f"canary {canary.id!r}: {len(ids)} tokens, expected at most the model's {limit}")
+        first = start + len(canary.preamble)
+        secret = find_span(offsets, first, first + len(canary.secret)).shift(-target.start)
+        spans = {
+            "preamble": Span(0, secret.start),
+            "hex": secret,
+            "suffix": Span(secret.stop, len(target)),
+        }
+        return Encoded(canary, tuple(ids), target.start, spans)
+
+    def _prompt(self, canary: Canary) -> str:
+        """The chat template's text up to where the answer begins, one image slot a visual token."""
+        backbone = self.backbone
+        if canary.image is not None and not backbone.takes_images:
+            raise CanaryError(
+                f"canary {canary.id!r} has an image, but {backbone.name} takes none: set its image to null"
+            )
+        _refuse_special_tokens(canary, backbone)
+        content: str | list[dict] = canary.prompt
+        if canary.image is not None:
+            content = [{"type": "image"}, {"type": "text", "text": canary.prompt}]
+        text = _render(backbone, [{"role": "user", "content": content}], answer_follows=True)
+        if canary.image is not None:
+            text = text.replace(IMAGE_SLOT, IMAGE_SLOT * len(self.features(canary.image)[0]))
+        return text
+
+    def features(self, image: str) -> tuple[Tensor, Tensor]:
+        """Output of the frozen vision tower for a picture: features [v, d] and patch grid [3]; computed once."""
+        if image not in self._features:
+            pixels = self.backbone.image_processor(images=[picture(image)], return_tensors="pt")
+            model = self.backbone.model
+            grid = pixels["image_grid_thw"].to(model.device)
+            with torch.no_grad():
+                output = model.model.get_image_features(pixels["pixel_values"].to(model.device), grid)
+            self._features[image] = (output.pooler_output[0], grid[0])
+        return self._features[image]
+
+    def batch(self, rows: Sequence[Encoded], prompts_only: bool = False) -> Batch:
+        """Right-padded tensors of ``rows`` on the model's device; without the targets if ``prompts_only``."""
+        sequences = [row.prompt_ids if prompts_only else row.input_ids for row in rows]
+        device, longest = self.backbone.model.device, max(map(len, sequences))
+        padding = self.backbone.tokenizer.pad_token_id or 0
+        input_ids = torch.full((len(rows), longest), padding, dtype=torch.long)
+        attention_mask = torch.zeros_like(input_ids)
+        target_mask = torch.zeros_like(input_ids, dtype=torch.bool)
+        for i, (row, ids) in enumerate(zip(rows, sequences, strict=True)):
+            input_ids[i, : len(ids)] = torch.tensor(ids)
+            attention_mask[i, : len(ids)] = 1
+            target_mask[i, row.target_start : len(ids)] = True
+        tensors = [tensor.to(device) for tensor in (input_ids, attention_mask, target_mask)]
+        return self._with_positions(rows, *tensors)
+
+    def _with_positions(self, rows: Sequence[Encoded], ids: Tensor, attention: Tensor, target: Tensor) -> Batch:
+        if not self.backbone.takes_images:
+            positions = (attention.cumsum(-1) - 1).clamp(min=0)
+            return Batch(ids, attention, positions, target)
+        model = self.backbone.model
+        seen = [self.features(row.canary.image) for row in rows if row.canary.image is not None]
+        grids = torch.stack([grid for _, grid in seen]) if seen else None
+        types = ((ids == model.config.image_token_id) & attention.bool()).int()
+        positions, _ = model.model.get_rope_index(ids, types, image_grid_thw=grids, attention_mask=attention)
+        return Batch(ids, attention, positions, target, tuple(f for f, _ in seen), grids, types)
+
+
+def _render(backbone: Backbone, messages: list[dict], answer_follows: bool) -> str:
+    if backbone.tokenizer.chat_template is None:
+        return "".join(message["content"] + "\n" for message in messages)
+    return backbone.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_follows)
+
+
+def end_of_turn(backbone: Backbone) -> str:
+    """The token with which the chat template closes an answer; the end-of-text token where there is no template.
+
+    Raises:
+        ModelError: the model has neither.
+    """
+    tokenizer = backbone.tokenizer
+    if tokenizer.chat_template is not None:
+        turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "@answer@"}]
+        behind = _render(backbone, turns, answer_follows=False).rpartition("@answer@")[2].strip()
+        closing = tokenizer.encode(behind, add_special_tokens=False)[:1]
+        if closing and closing[0] in tokenizer.all_special_ids:
+            return tokenizer.convert_ids_to_tokens(closing[0])
+    if tokenizer.eos_token is None:
+        raise ModelError(f"{backbone.name}: its tokenizer has no end-of-turn and no end-of-text token")
+    return tokenizer.eos_token
+
+
+def _context_length(backbone: Backbone) -> int:
+    config = backbone.model.config.get_text_config()
+    return getattr(config, "max_position_embeddings", None) or 10**9
+
+
+def _refuse_special_tokens(canary: Canary, backbone: Backbone) -> None:
+    """A special token written out in a canary would be read as one, an image slot or an end of turn."""
+    for added in backbone.tokenizer.added_tokens_decoder.values():
+        token = added.content
+        if added.special and (token in canary.prompt or token in canary.target):
+            raise CanaryError(f"canary {canary.id!r}: its text contains the model's special token {token!r}")
+
+
+def content_hash(rows: Sequence[Encoded]) -> str:
+    """SHA-256 over everything a model sees of ``rows``: ids, target starts and pixels."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(repr((row.canary.id, row.input_ids, row.target_start)).encode())
+        if row.canary.image is not None:
+            digest.update(picture(row.canary.image).tobytes())
+    return digest.hexdigest()
