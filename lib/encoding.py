@@ -64,9 +64,7 @@ class Batch:
 
     def model_inputs(self) -> dict:
         """Keyword arguments of the model's forward: explicit positions, vision features in place of pixels."""
-        inputs = {
-            "input_ids": self.input_ids, "attention_mask": self.attention_mask, "position_ids": self.position_ids
-        }
+        inputs = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "position_ids": self.position_ids}
         return inputs | self._vision()
 
     def generation_inputs(self) -> dict:

@@ -14,6 +14,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration as VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from lib import embedded, paths
+from lib.files import sha256
 
 VL_TYPE = "qwen2_5_vl"
 
@@ -85,7 +86,7 @@ def identity(name: str, revision: str | None = None) -> str:
         return f"seeded-{embedded.BUILD}"
     _check_source(name)
     if Path(name).is_dir():
-        return "-".join(embedded.sha256(file)[:16] for file in _weight_files(name))
+        return "-".join(sha256(file)[:16] for file in _weight_files(name))
     return transformers.AutoConfig.from_pretrained(name, revision=revision)._commit_hash or "unknown"
 
 
@@ -125,7 +126,9 @@ def _from_pretrained(source: str | Path, revision: str | None = None, dtype: tor
         processor = Qwen2VLImageProcessorPil.from_pretrained(source, revision=revision) if is_vl else None
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"model {str(source)!r} of type {config.model_type!r} could not be loaded: {reason}") from error
+        raise ModelError(
+            f"model {str(source)!r} of type {config.model_type!r} could not be loaded: {reason}"
+        ) from error
     if not tokenizer.is_fast:
         raise ModelError(f"model {str(source)!r} has no fast tokenizer: spans need character offsets.")
     return Backbone(model, tokenizer, processor, str(source), "")
@@ -164,7 +167,13 @@ TINY_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *embedded.VISION
 
 def _random_vl(name: str, tokenizer: PreTrainedTokenizerBase, text: dict, tie: bool, **vision: int) -> Backbone:
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in embedded.VISION_TOKENS}
-    text = {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id} | text
+    # With the usual 0.02 a random tied output layer cannot raise any logit far enough to memorise.
+    text = {
+        "initializer_range": 0.1,
+        "max_position_embeddings": 4096,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+    } | text
     config = embedded.vl_config(text | {"tie_word_embeddings": tie}, ids, tie=tie, **vision)
     with embedded.seeded(0):
         model = VLModel(config)
@@ -174,8 +183,12 @@ def _random_vl(name: str, tokenizer: PreTrainedTokenizerBase, text: dict, tie: b
 def _tiny_vl() -> Backbone:
     tokenizer = tiny_tokenizer()
     text = {
-        "vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
     }
     return _random_vl("tiny-vl", tokenizer, text, True, depth=2, hidden_size=64, intermediate_size=128, num_heads=2)
@@ -184,8 +197,12 @@ def _tiny_vl() -> Backbone:
 def _rehearsal_vl() -> Backbone:
     tokenizer = transformers.AutoTokenizer.from_pretrained(embedded.qwen_tokenizer_folder())
     text = {
-        "vocab_size": 152_064, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 152_064,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
     }
     sizes = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2}
@@ -195,8 +212,13 @@ def _rehearsal_vl() -> Backbone:
 def _tiny_gpt2() -> Backbone:
     tokenizer = tiny_tokenizer()
     config = transformers.GPT2Config(
-        vocab_size=len(tokenizer), n_positions=256, n_embd=64, n_layer=3, n_head=4,
-        bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
+        vocab_size=len(tokenizer),
+        n_positions=256,
+        n_embd=64,
+        n_layer=3,
+        n_head=4,
+        bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     )
     with embedded.seeded(0):
         model = transformers.GPT2LMHeadModel(config)
@@ -206,9 +228,16 @@ def _tiny_gpt2() -> Backbone:
 def _tiny_llama() -> Backbone:
     tokenizer = tiny_tokenizer()
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
-        bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     )
     with embedded.seeded(0):
         model = transformers.LlamaForCausalLM(config)

@@ -40,9 +40,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[t
     Some tokenizers leave white space out of a token's offsets. It is given back to the token that carries it, which
     is the one behind it, so that every character of a text belongs to a token.
     """
-    encoded = tokenizer(
-        list(texts), add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False
-    )
+    encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
     return [
         (ids, _close_gaps(offsets, len(text)))
         for ids, offsets, text in zip(encoded["input_ids"], encoded["offset_mapping"], texts, strict=True)

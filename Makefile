@@ -1,0 +1,33 @@
+PYTHON ?= python3
+SCALE ?= laptop
+BIN := .venv/bin
+
+run: .venv/ready
+	$(BIN)/python -m lib run --scale $(SCALE)
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+reference: .venv/ready
+	$(BIN)/python -m lib run --scale $(SCALE)
+	$(BIN)/python -m lib reference --scale $(SCALE)
+	$(BIN)/python -m lib notebooks
+
+notebooks: .venv/ready
+	$(BIN)/python -m lib notebooks
+
+lint: .venv/ready
+	$(BIN)/ruff check lib tests notebooks && $(BIN)/ruff format --check lib tests notebooks
+
+clean:
+	rm -rf .venv outputs/local
+
+.venv/ready: requirements.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	$(BIN)/python -m lib fetch
+	touch $@
+
+.PHONY: run test reference notebooks lint clean

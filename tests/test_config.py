@@ -1,0 +1,86 @@
+"""Parameters have known names and right types, or are refused with the value seen and what would be right."""
+
+import dataclasses
+import types
+
+import pytest
+import yaml
+
+from lib import config, paths
+from lib.config import ConfigError
+
+
+@pytest.mark.parametrize("path", sorted(paths.PARAMS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_parameter_file_loads(path):
+    content = yaml.safe_load(path.read_text())
+    if path.name == "scales.yaml":
+        for name in content:
+            assert config.load_scale(name).name == name
+    else:
+        assert content == {"scale": path.stem}
+        assert config.from_notebook(content).scale.name == path.stem
+
+
+def test_values_of_the_scale_file_arrive_with_their_types():
+    scale = config.load_scale("laptop")
+    assert (scale.backbone, scale.canaries.n_text, scale.canaries.hex_tokens) == ("smol-vl", 20, 13)
+    assert scale.injection.stop_steps == (10, 20, 30)
+    assert type(scale.injection.learning_rate) is float
+
+
+def test_overrides_replace_single_settings_by_dotted_name():
+    scale = config.load_scale("smoke", {"canaries.hex_tokens": None, "injection.learning_rate": 1})
+    assert scale.canaries.hex_tokens is None
+    assert scale.injection.learning_rate == 1.0
+    assert dataclasses.replace(scale.canaries, hex_tokens=13) == config.load_scale("smoke").canaries
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"scale": "huge"}, "scale: got 'huge', expected one of laptop, paper, smoke"),
+        ({"scale": 3}, "notebook.scale: got 3 .int., expected a string"),
+        ({"scal": "smoke"}, "unknown parameter 'scal'; known are scale, model, canaries, output, overrides"),
+        ({"overrides": {"injection.rank": "32"}}, r"injection.rank: got '32' \(str\), expected an integer"),
+        ({"overrides": {"injection.learning_rate": "1e-05"}}, r"write 1.0e-5, without quotes"),
+        ({"overrides": {"injection.rank": True}}, r"injection.rank: got True \(bool\), expected an integer"),
+        ({"overrides": {"injection.rank": 0}}, "injection.rank: got 0, expected at least 1"),
+        ({"overrides": {"injection.rang": 8}}, "unknown parameter 'injection.rang'; known here are alpha, batch_size"),
+        ({"overrides": {"model.rank": 8}}, "'model' is not a group of settings"),
+        ({"overrides": {"injection.precision": "fp8"}}, "got 'fp8' .str., expected one of 'auto', 'bf16', 'fp32'"),
+        ({"overrides": {"injection.stop_steps": [3, 2]}}, r"got \[3, 2\], expected rising steps below max_steps = "),
+        ({"overrides": {"injection.learning_rate": float("nan")}}, "got nan, expected at least 0.0"),
+        ({"overrides": {"injection.learning_rate": 0}}, "expected a number above 0"),
+        ({"overrides": {"canaries.n_text": 0, "canaries.n_image": 0}}, "expected at least one"),
+        ({"output": "../elsewhere"}, "expected a plain folder name"),
+    ],
+)
+def test_a_wrong_parameter_is_refused_by_name(given, message):
+    with pytest.raises(ConfigError, match=message):
+        config.from_notebook({"scale": "smoke"} | given)
+
+
+def test_modules_functions_and_ipython_names_are_no_parameters():
+    namespace = {
+        "scale": "smoke",
+        "In": [""],
+        "Out": {},
+        "exit": 1,
+        "_private": 2,
+        "yaml": yaml,
+        "f": lambda: 0,
+        "types": types,
+    }
+    assert config.from_notebook(namespace).scale.name == "smoke"
+
+
+def test_results_are_computed_where_papermill_injected_parameters(monkeypatch):
+    monkeypatch.delenv(config.ENVIRONMENT, raising=False)
+    injected = {"scale": "smoke", "In": ["", "scale = 'laptop'", '# Parameters\nscale = "smoke"\n']}
+    assert config.from_notebook(injected).results == "local"
+    assert config.from_notebook({"scale": "smoke", "In": ["", "scale = 'laptop'"]}).results == "auto"
+    monkeypatch.setenv(config.ENVIRONMENT, "reference")
+    assert config.from_notebook(injected).results == "reference"
+    monkeypatch.setenv(config.ENVIRONMENT, "cloud")
+    with pytest.raises(ConfigError, match="LEAKBOOK_RESULTS: got 'cloud', expected one of auto, local, reference"):
+        config.from_notebook(injected)
