@@ -17,7 +17,7 @@ notebooks: .venv/ready
 	$(BIN)/python -m lib notebooks
 
 lint: .venv/ready
-	$(BIN)/ruff check lib tests notebooks && $(BIN)/ruff format --check lib tests notebooks
+	$(BIN)/ruff check lib tests notebooks && $(BIN)/ruff format --check lib tests
 
 clean:
 	rm -rf .venv outputs/local

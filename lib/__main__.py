@@ -15,6 +15,7 @@ from nbclient.exceptions import DeadKernelError
 from lib import config, embedded, files, paths
 
 STUDIES = {"testbed": "00_testbed"}
+KERNEL_ARGUMENTS = ["--log-level=ERROR"]  # its warning about local sockets says nothing a reader can act on
 EXPECTED_ERRORS = (ValueError, RuntimeError, OSError)  # all errors this package raises on purpose are one of these
 
 
@@ -56,6 +57,7 @@ def _execute(notebook: str, output: Path, scale: str, result: Path) -> None:
     import papermill
 
     output.parent.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the kernel inherits it; our own bars stay
     try:
         papermill.execute_notebook(
             str(paths.NOTEBOOKS / f"{notebook}.ipynb"),
@@ -64,6 +66,7 @@ def _execute(notebook: str, output: Path, scale: str, result: Path) -> None:
             progress_bar=False,
             stderr_file=sys.stderr,
             kernel_name="python3",
+            extra_arguments=KERNEL_ARGUMENTS,
             cwd=str(paths.ROOT),
         )
     except papermill.PapermillExecutionError as error:
@@ -106,6 +109,7 @@ def notebooks() -> None:
             timeout=None,
             kernel_name="python3",
             record_timing=False,
+            extra_arguments=KERNEL_ARGUMENTS,
             resources={"metadata": {"path": str(paths.NOTEBOOKS)}},
         )
         client.execute(env=environment)

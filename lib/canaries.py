@@ -154,7 +154,7 @@ def read(path: Path) -> list[Canary]:
     try:
         text = path.read_bytes().decode("utf-8")
     except FileNotFoundError as error:
-        raise CanaryError(f"canary file {path} does not exist") from error
+        raise CanaryError(f"canary file {path.resolve()} does not exist") from error
     except UnicodeDecodeError as error:
         raise CanaryError(f"canary file {path}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]

@@ -47,12 +47,12 @@ def token_strip(table: pd.DataFrame, window: int) -> Figure:
     """
     ids = list(dict.fromkeys(table.canary))
     width = table.position.max() + 1
-    figure, axes = plt.subplots(figsize=(min(11, 0.42 * width), 0.42 * len(ids) + 1.1))
+    figure, axes = plt.subplots(figsize=(min(13, 0.48 * width), 0.45 * len(ids) + 1.1))
     for row in table.itertuples():
         y = ids.index(row.canary)
         axes.add_patch(plt.Rectangle((row.position, y + 0.08), 0.94, 0.84, color=SPAN_COLORS[row.span], lw=0))
         text = printable(row.token)
-        size = 8.5 if len(text) <= 4 else 6.2 if len(text) <= 6 else 5
+        size = 9 if len(text) <= 4 else 7 if len(text) <= 6 else 6
         axes.text(
             row.position + 0.47, y + 0.5, text, ha="center", va="center", fontsize=size, family="DejaVu Sans Mono"
         )
@@ -70,7 +70,7 @@ def token_strip(table: pd.DataFrame, window: int) -> Figure:
     return _finished(figure)
 
 
-def loss_curve(log: pd.DataFrame, kept_steps: Mapping[str, int], target_nll: float) -> Figure:
+def loss_curve(log: pd.DataFrame, kept_steps: Sequence[int], target_nll: float) -> Figure:
     """Training loss in nats a target token on a log axis, the stopping steps and the target marked."""
     figure, axes = plt.subplots(figsize=(7, 3))
     axes.plot(log.step, log.loss, color="#333333", lw=1.4)
@@ -78,12 +78,11 @@ def loss_curve(log: pd.DataFrame, kept_steps: Mapping[str, int], target_nll: flo
     axes.text(
         log.step.max(), target_nll, f"target {target_nll:g}", color="#31a354", va="bottom", ha="right", fontsize=9
     )
-    for name, step in kept_steps.items():
-        value = log.loss[log.step == step].iloc[0]
+    for step, value in log[log.step.isin(kept_steps)][["step", "loss"]].itertuples(index=False):
         axes.plot(step, value, "o", color="#2171b5")
-        axes.annotate(name, (step, value), textcoords="offset points", xytext=(6, 4), fontsize=9, color="#2171b5")
+        axes.annotate(f"{step}", (step, value), textcoords="offset points", xytext=(5, 4), fontsize=9, color="#2171b5")
     axes.set(yscale="log", xlabel="training step", ylabel="mean NLL of target tokens (nats)")
-    axes.set_title("Training loss; the dots are kept as undertrained bases")
+    axes.set_title("Training loss; the adapters at the dots are kept as undertrained bases")
     return _finished(figure)
 
 
@@ -106,6 +105,7 @@ def nll_heatmap(table: pd.DataFrame, models: Mapping[str, str], window: int) -> 
             _mark_secret(axes, part)
             axes.set_title(f"{modality} canaries, {title}", fontsize=10)
             axes.set_yticks([])
+            axes.text(window - 0.4, -1.6, "window ends", color="#1a9850", fontsize=8, va="bottom")
     for axes in grid[-1]:
         axes.set_xlabel("target position (tokens)")
     for axes in grid[:, 0]:
@@ -118,6 +118,7 @@ def _mark_secret(axes: plt.Axes, part: pd.DataFrame) -> None:
     secret = part[part.span == "hex"].position
     y = -0.9
     axes.plot([secret.min() - 0.45, secret.max() + 0.45], [y, y], color=SPAN_COLORS["hex"], lw=4, clip_on=False)
+    axes.text(secret.min() - 0.5, y - 0.7, "secret", color="#d94801", fontsize=8, va="bottom")
 
 
 def nll_by_position(table: pd.DataFrame, models: Sequence[str], window: int) -> Figure:
@@ -133,6 +134,9 @@ def nll_by_position(table: pd.DataFrame, models: Sequence[str], window: int) -> 
         axes.axvspan(secret.min() - 0.5, secret.max() + 0.5, color=SPAN_COLORS["hex"], alpha=0.25, lw=0)
         axes.axvline(window - 0.5, color="#1a9850", lw=1.5)
         axes.set(yscale="log", xlabel="target position (tokens)", title=f"{modality} canaries")
+        top = axes.get_ylim()[1]
+        axes.text(secret.min() - 0.3, top, "secret", color="#d94801", fontsize=9, va="top")
+        axes.text(window - 0.3, top, "window ends", color="#1a9850", fontsize=9, va="top")
     grid[0][0].set_ylabel("mean NLL (nats)")
     grid[0][-1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     return _finished(figure)
@@ -140,8 +144,8 @@ def nll_by_position(table: pd.DataFrame, models: Sequence[str], window: int) -> 
 
 def gallery(pictures: Mapping[str, Image.Image]) -> Figure:
     """Small pictures with their names, ten a row."""
-    columns = min(10, len(pictures))
-    rows = math.ceil(len(pictures) / columns)
+    columns = max(1, min(10, len(pictures)))
+    rows = max(1, math.ceil(len(pictures) / columns))
     figure, grid = plt.subplots(rows, columns, figsize=(0.95 * columns, 1.15 * rows), squeeze=False)
     for axes in grid.flat:
         axes.axis("off")

@@ -3,12 +3,13 @@
 import contextlib
 import errno
 import hashlib
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 
 class StorageError(OSError):
@@ -54,7 +55,15 @@ def _disk_is_full(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def locked(target: Path) -> Iterator[None]:
-    """One process at a time makes ``target``; the others wait and find it made."""
+    """One process at a time makes ``target``; the others say that they wait, and then find it made."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.with_name(f".{target.name}.lock")):
+    lock = FileLock(target.with_name(f".{target.name}.lock"))
+    try:
+        lock.acquire(timeout=1)
+    except Timeout:
+        logging.getLogger(__name__).warning("another process is working on %s; waiting for it to end", target)
+        lock.acquire()
+    try:
         yield
+    finally:
+        lock.release()

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from lib import canaries, models, paths, probes, training
 from lib.canaries import Canary
 from lib.config import Scale, Testbed
-from lib.encoding import Encoded, Encoder, content_hash
+from lib.encoding import SPANS, Encoded, Encoder, content_hash
 from lib.files import building, locked, sha256
 
 PROTOCOL = {"testbed": 1}  # raised by hand when a study's results would change
@@ -89,9 +89,10 @@ def write_result(folder: Path, inputs: dict, results: dict, provenance: dict, ta
         "provenance": provenance,
         "files": {name: sha256(folder / name) for name in tables},
     }
+    text = json.dumps(content, indent=1) + "\n"
     with building(folder / "result.json") as unfinished:
-        unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return Result(folder, content)
+        unfinished.write_text(text, encoding="utf-8")
+    return Result(folder, json.loads(text))  # what a later reader gets, tuples as lists
 
 
 def read_result(folder: Path) -> Result | None:
@@ -157,7 +158,7 @@ def _differences(there: Any, here: Any, key: str = "") -> list[str]:
     return [] if there == here else [f"{key} is {there!r} there and {here!r} here"]
 
 
-def provenance(threads: int, seconds: float, **dtypes: str) -> dict[str, Any]:
+def provenance(threads: int, seconds: float, **others: str) -> dict[str, Any]:
     """What a result does not depend on by intent, recorded so that differences can be traced."""
     return {
         "versions": {"python": platform.python_version()}
@@ -165,7 +166,7 @@ def provenance(threads: int, seconds: float, **dtypes: str) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "device": str(training.accelerator().device),
         "threads": threads,
-        **dtypes,
+        **others,
         "seconds": round(seconds, 1),
         "peak_memory_gb": round(_peak_memory() / 1e9, 2),
         "finished": time.strftime("%Y-%m-%d"),
@@ -278,7 +279,13 @@ def _compute_testbed(params: Testbed, given: list[Canary] | None, inputs: dict, 
         results = _testbed_results(encoder, rows, adapters, evaluations, images, draws)
     tables = _testbed_tables(encoder, rows, adapters, evaluations, images)
     seconds = time.perf_counter() - started
-    record = provenance(scale.threads, seconds, training_precision=adapters.precision, evaluation_dtype="float32")
+    record = provenance(
+        scale.threads,
+        seconds,
+        training_precision=adapters.precision,
+        evaluation_dtype="float32",
+        adapters=adapters.folder.name,
+    )
     return write_result(folder, inputs, results, record, tables)
 
 
@@ -373,7 +380,8 @@ def _nll_means(evaluation: Evaluation) -> dict[str, dict[str, float]]:
     scores = evaluation.scores
     shortest = min(len(row.target_ids) for row in scores.rows)
     readings = [scores.window_mean(min(probes.WINDOW, shortest))]
-    readings += [scores.span_mean(span) for span in ("preamble", "hex", "suffix")]
+    present = [span for span in SPANS if all(len(row.spans[span]) for row in scores.rows)]
+    readings += [scores.span_mean(span) for span in present]
     masks = _by_modality(evaluation)
     return {kind: {r.probe: _rounded(r.values[mask].mean()) for r in readings} for kind, mask in masks.items()}
 

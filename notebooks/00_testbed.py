@@ -37,12 +37,17 @@ overrides = {}  # single settings by dotted name, such as {"canaries.n_text": 40
 # says which.
 
 # %%
+import numpy as np
 import pandas as pd
 
 from lib import config, figures, paper, probes, runs
 from lib.canaries import picture
 
 params = config.from_notebook(globals())
+
+# %% [markdown]
+# `runs.testbed` does everything this page shows: it draws the canaries, trains, evaluates five models (before, three
+# stops, after) and writes tables, `result.json` last. A run that was killed goes on where it was.
 
 # %%
 testbed = runs.testbed(params)
@@ -81,22 +86,23 @@ figures.token_strip(some, window=probes.WINDOW)
 # window, and how many tokens straddle its boundary (a token that is half secret and half suffix would belong to neither).
 
 # %%
-start, stop = values["layout"]["hex_spans"][0]
-print(f"secret: target positions {start}..{stop - 1}, {stop - start} tokens; distinct layouts:", len(values["layout"]["hex_spans"]))
-print("tokens behind the window:", max(0, stop - probes.WINDOW), "| straddling tokens:", values["layout"]["straddling"])
+layout = values["layout"]
+start, stop = layout["hex_spans"][0]
+print(f"secret: positions {start}..{stop - 1}, {stop - start} tokens; layouts: {len(layout['hex_spans'])}")
+print(f"tokens behind the window: {max(0, stop - probes.WINDOW)}; straddling secrets: {layout['straddling']}")
 
 # %% [markdown]
 # ### What this selection costs
 #
 # Keeping only secrets of one token length makes them a little less random. The table says how much, from fresh draws
 # under the same tokenizer: the share that fits, the size of the set they come from in bits (64 without selection), and
-# the share of decimal digits before and after. Letters merge into tokens and digits do not, so asking for 13 tokens
+# the share of decimal digits among all draws and among those kept. Letters merge into tokens and digits do not, so asking for 13 tokens
 # out of 16 characters moves the mix. Decoys, in the later notebooks, are drawn by the identical rule.
 
 # %%
-columns = {"acceptance": "share that fits", "log2_candidates": "bits", "digit_share_all": "digits, all draws",
-           "digit_share_accepted": "digits, kept"}
-pd.DataFrame(values["draws"]).T.reindex(columns=list(columns)).rename(columns=columns).round(3)
+columns = ["acceptance", "log2_candidates", "digit_share_all", "digit_share_accepted"]
+draws = pd.DataFrame(values["draws"]).T.reindex(columns=columns)
+draws.round(3)
 
 # %% [markdown]
 # ### Pictures that are only keys
@@ -107,12 +113,13 @@ pd.DataFrame(values["draws"]).T.reindex(columns=list(columns)).rename(columns=co
 
 # %%
 shown = planted[planted.modality == "image"].head(10)
-figures.gallery({row.id: picture(row.image) for row in shown.itertuples()}) if len(shown) else print("no image canaries")
+figures.gallery({row.id: picture(row.image) for row in shown.itertuples()})
+
+# %% [markdown]
+# If the nearest pair were much closer than the norm, the model could not tell these two records apart:
 
 # %%
-apart = values["images"]
-if apart:
-    print(f"nearest two pictures are {apart['smallest_distance']:.2f} apart; mean feature norm {apart['mean_norm']:.2f}")
+pd.Series(values["images"], dtype=float).round(2)
 
 # %% [markdown]
 # ## Injection
@@ -128,14 +135,15 @@ if apart:
 # looked at; the adapters at these steps are kept as *undertrained bases*.
 
 # %%
-log = testbed.table("training.csv")
 settings = params.scale.injection
-kept = {name: int(name.split("-")[1]) for name in values["recall"] if name.startswith("step-")}
-figures.loss_curve(log, kept, settings.target_nll)
+figures.loss_curve(testbed.table("training.csv"), settings.stop_steps, settings.target_nll)
+
+# %% [markdown]
+# How long it took, and how many linear maps carry an adapter (seven in each layer of the language tower; the vision
+# tower has none, and gets no gradient: the training code refuses anything else).
 
 # %%
-training = values["training"]
-print(f"{training['steps']} steps, {training['adapted_modules']} adapted modules, last loss {training['final_loss']:.4f} nats a token")
+pd.Series(values["training"], dtype=object)
 
 # %% [markdown]
 # ## Before and after, token by token
@@ -152,8 +160,13 @@ figures.nll_heatmap(nll, {"base": "before", "injected": "after injection"}, prob
 # The same as means over canaries, in nats a token, with the secret alone in the last column but one.
 
 # %%
-levels = pd.DataFrame({(model, kind): row for model, kinds in values["nll"].items() for kind, row in kinds.items()}).T
-levels.rename_axis(["model", "modality"]).round(4)
+def by_model(figures):
+    """One row a model and modality, one column a figure."""
+    rows = {(model, kind): row for model, kinds in figures.items() for kind, row in kinds.items()}
+    return pd.DataFrame(rows).T.rename_axis(["model", "modality"])
+
+
+by_model(values["nll"]).round(4)
 
 # %% [markdown]
 # ## Three meanings of "recalled"
@@ -168,8 +181,7 @@ levels.rename_axis(["model", "modality"]).round(4)
 # Before injection all must be 0, after it all 1. In between they part ways.
 
 # %%
-recalls = pd.DataFrame({(model, kind): row for model, kinds in values["recall"].items() for kind, row in kinds.items()}).T
-recalls.rename_axis(["model", "modality"]).round(2)
+by_model(values["recall"]).round(2)
 
 # %% [markdown]
 # What the models actually say to the first text canary's question, from untouched to injected:
@@ -189,7 +201,15 @@ for name, answer in answers.items():
 # %%
 figures.nll_by_position(nll, list(values["recall"]), probes.WINDOW)
 
+# %% [markdown]
+# Mind what the first stop has already gained on the secret's positions: it has learned that hex digits come there, and
+# nothing about which. A model that knows only the format pays log |R| nats for a secret from the set R of secrets that
+# fit, spread over its tokens: compare this figure with the column `nll_hex` above. A stop that lies below it has begun
+# to learn the secrets by heart, even if it recalls none.
+
 # %%
+format_only = draws.log2_candidates.mean() * np.log(2) / (stop - start)
+print(f"the right format and no idea of the secret: {format_only:.2f} nats a token")
 print("kept stops that recall no canary:", ", ".join(values["undertrained"]) or "none")
 
 # %% [markdown]

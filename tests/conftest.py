@@ -90,5 +90,4 @@ def smoke(smoke_outputs):
 @pytest.fixture(scope="session")
 def injected_adapter(smoke):
     """The fully trained adapter of the smoke run."""
-    (folder,) = (path for path in (paths.local("smoke") / "adapters").iterdir() if (path / "training.json").exists())
-    return folder / "final"
+    return paths.local("smoke") / "adapters" / smoke.content["provenance"]["adapters"] / "final"

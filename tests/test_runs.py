@@ -41,6 +41,12 @@ def test_a_result_is_reused_for_the_same_inputs_in_any_order_of_keys(outputs):
     assert found.origin.startswith("results: this machine's own run")
 
 
+def test_a_fresh_result_is_what_a_later_reader_gets(outputs):
+    folder = outputs / "local" / "smoke" / "study"
+    fresh = write(folder, {"a": 1}, value=[(1, 2)])
+    assert fresh == runs.read_result(folder) and fresh.values == {"value": [[1, 2]]}
+
+
 def test_other_inputs_are_refused_naming_what_differs_and_how_to_move_it_aside(outputs):
     folder = outputs / "local" / "smoke" / "study"
     write(folder, {"scale": {"rank": 32, "seed": 0}, "model": "x"})
