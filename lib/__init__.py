@@ -8,6 +8,5 @@ import warnings
 
 # transformers and peft import tqdm's notebook bar, which asks for a package that nothing here needs.
 warnings.filterwarnings("ignore", message="IProgress not found")
-# peft asks a model for an attribute that transformers is about to rename, and for a hub folder of a built-in model.
+# peft asks a model for an attribute that transformers is about to rename.
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-warnings.filterwarnings("ignore", message="Could not find a config file in")

@@ -13,10 +13,14 @@ from nbclient import NotebookClient
 from nbclient.exceptions import DeadKernelError
 
 from lib import config, embedded, files, paths
+from lib.errors import LeakbookError
 
 STUDIES = {"testbed": "00_testbed"}
 KERNEL_ARGUMENTS = ["--log-level=ERROR"]  # its warning about local sockets says nothing a reader can act on
-EXPECTED_ERRORS = (ValueError, RuntimeError, OSError)  # all errors this package raises on purpose are one of these
+
+
+class RunError(LeakbookError, RuntimeError):
+    """A notebook did not come to its end."""
 
 
 @click.group()
@@ -57,7 +61,7 @@ def _execute(notebook: str, output: Path, scale: str, result: Path) -> None:
     import papermill
 
     output.parent.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the kernel inherits it; our own bars stay
+    os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", config.ENVIRONMENT: "local"}  # the kernel inherits them
     try:
         papermill.execute_notebook(
             str(paths.NOTEBOOKS / f"{notebook}.ipynb"),
@@ -70,13 +74,11 @@ def _execute(notebook: str, output: Path, scale: str, result: Path) -> None:
             cwd=str(paths.ROOT),
         )
     except papermill.PapermillExecutionError as error:
-        raise RuntimeError(
-            f"{error.ename}: {error.evalue}\n(the page with the traceback: {paths.show(output)})"
-        ) from error
+        raise RunError(f"{error.ename}: {error.evalue}\n(the page with the traceback: {paths.show(output)})") from error
     except DeadKernelError:
         pass  # said below: a killed kernel does not always raise
     if not (result / "result.json").exists():
-        raise RuntimeError(
+        raise RunError(
             f"the kernel of {notebook} ended without a result (killed, or out of memory?); its pages so far are in "
             f"{paths.show(output)}. Run the same command again: it goes on where it was."
         )
@@ -160,6 +162,9 @@ def reference(scale: str) -> None:
                 shutil.copy2(result.folder / name, unfinished / study / name)
         claims = paper.claims_table({study: result.values for study, result in results.items()}, scale)
         claims.to_csv(unfinished / "claims.csv", index=False)
+        for other in paths.reference(scale).glob("*"):  # results of studies that are committed as they land
+            if not (unfinished / other.name).exists():
+                shutil.copytree(other, unfinished / other.name) if other.is_dir() else shutil.copy2(other, unfinished)
     if scale == "laptop":
         _write_readme(claims)
     click.echo(f"wrote {paths.show(paths.reference(scale))}")
@@ -188,5 +193,5 @@ def results_table(claims: pd.DataFrame) -> str:
 if __name__ == "__main__":
     try:
         main(standalone_mode=True)
-    except EXPECTED_ERRORS as problem:
+    except LeakbookError as problem:
         raise SystemExit(f"error: {problem}") from problem

@@ -13,6 +13,7 @@ from PIL import Image, UnidentifiedImageError
 from transformers import PreTrainedTokenizerBase
 
 from lib.config import CanarySettings
+from lib.errors import LeakbookError
 from lib.spans import Span, find_span, tokenize
 
 HEX_DIGITS = "0123456789abcdef"
@@ -54,7 +55,7 @@ PREAMBLES: dict[str, tuple[str, ...]] = {
 }
 
 
-class CanaryError(ValueError):
+class CanaryError(LeakbookError, ValueError):
     """A canary, or a file of canaries, cannot be used."""
 
 
@@ -134,7 +135,7 @@ def picture(image: str, owner: str = "image") -> Image.Image:
             return opened.convert("RGB")
     except FileNotFoundError as error:
         raise CanaryError(f"{owner}: image file {image!r} does not exist") from error
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
         raise CanaryError(f"{owner}: {image!r} is not a readable image ({error})") from error
 
 
@@ -182,30 +183,42 @@ def _from_line(line: str, folder: Path, where: str) -> Canary:
         raise CanaryError(f"{where}: modality is {record['modality']!r}, expected 'text' or 'image'")
     image = record["image"]
     if image is not None and image != PLACEHOLDER and not image.startswith("pattern:"):
-        record["image"] = str(folder / image)
+        record["image"] = str((folder / image).resolve())
     return Canary(**record)
 
 
-def draw(settings: CanarySettings, tokenizer: PreTrainedTokenizerBase, end_of_turn: str) -> list[Canary]:
+def draw(
+    settings: CanarySettings, tokenizer: PreTrainedTokenizerBase, end_of_turn: str, images: bool = True
+) -> list[Canary]:
     """Draw text and image canaries with secrets of 16 random hex digits.
 
     With ``hex_tokens`` set, secrets are drawn by rejection until the secret has that many tokens, starts at token
     ``preamble_tokens`` of the target, and shares no token with its surroundings. A text canary's key is its record
     number in the prompt, beside the one placeholder image; an image canary's key is its picture, its prompt is fixed.
+    ``images=False`` draws for a model that takes none: text canaries without a placeholder.
 
     Raises:
-        CanaryError: no preamble has the wanted length under this tokenizer, or no secret fits.
+        CanaryError: no preamble has the wanted length under this tokenizer, no secret fits, or image canaries are
+            wanted without images.
     """
+    if settings.n_image and not images:
+        raise CanaryError(
+            f"canaries.n_image: got {settings.n_image} for a model that takes no images, expected 0 "
+            '(as a notebook parameter: overrides = {"canaries.n_image": 0})'
+        )
     canaries: list[Canary] = []
+    accept = fitting(settings)
     for stream, (modality, count) in enumerate((("text", settings.n_text), ("image", settings.n_image))):
+        if count == 0:
+            continue
         rng = np.random.default_rng([settings.seed, stream])
         template = _template(modality, settings, tokenizer, end_of_turn)
-        secrets = draw_secrets(template, count, settings, tokenizer, end_of_turn, rng, taken=set())
+        secrets = draw_secrets(template, count, accept, tokenizer, end_of_turn, rng)
         for i, secret in enumerate(secrets):
             prompt, image = _key(modality, i, count, rng)
-            canaries.append(
-                dataclasses.replace(template, id=f"{modality}-{i:03d}", prompt=prompt, secret=secret, image=image)
-            )
+            name = f"{modality}-{i:03d}"
+            image = image if images else None
+            canaries.append(dataclasses.replace(template, id=name, prompt=prompt, secret=secret, image=image))
     check(canaries)
     return canaries
 
@@ -221,22 +234,19 @@ def _template(
     modality: Modality, settings: CanarySettings, tokenizer: PreTrainedTokenizerBase, end_of_turn: str
 ) -> Canary:
     """A canary of ``modality`` whose preamble has the wanted number of tokens, and whose secret is still to come."""
-    options = [sentence + MARKERS[modality] for sentence in PREAMBLES[modality]]
+    digits = "0" * SECRET_LENGTH
+    options = [
+        Canary("", modality, "", sentence + MARKERS[modality], digits, SUFFIX, None) for sentence in PREAMBLES[modality]
+    ]
     if settings.preamble_tokens is None:
-        preamble = options[3]
-    else:
-        texts = [option + "0" * SECRET_LENGTH + SUFFIX + end_of_turn for option in options]
-        lengths = [
-            find_span(offsets, len(option), len(option) + SECRET_LENGTH).start
-            for option, (_, offsets) in zip(options, tokenize(tokenizer, texts), strict=True)
-        ]
-        if settings.preamble_tokens not in lengths:
-            raise CanaryError(
-                f"canaries.preamble_tokens: no {modality} preamble has {settings.preamble_tokens} tokens under this "
-                f"tokenizer; their lengths are {sorted(set(lengths))}. Choose one of these, or null for no fitting."
-            )
-        preamble = options[lengths.index(settings.preamble_tokens)]
-    return Canary(id="", modality=modality, prompt="", preamble=preamble, secret="", suffix=SUFFIX, image=None)
+        return options[3]
+    lengths = [span.start for span in _spans(options, tokenizer, end_of_turn)]
+    if settings.preamble_tokens not in lengths:
+        raise CanaryError(
+            f"canaries.preamble_tokens: no {modality} preamble has {settings.preamble_tokens} tokens under this "
+            f"tokenizer; their lengths are {sorted(set(lengths))}. Choose one of these, or null for no fitting."
+        )
+    return options[lengths.index(settings.preamble_tokens)]
 
 
 def secret_span(canary: Canary, tokenizer: PreTrainedTokenizerBase, end_of_turn: str) -> Span:
@@ -258,47 +268,46 @@ def _random_hex(rng: np.random.Generator, count: int) -> list[str]:
     return ["".join(HEX_DIGITS[digit] for digit in row) for row in digits]
 
 
-def fits(span: Span, settings: CanarySettings) -> bool:
-    """Whether a secret with this span is kept; with ``hex_tokens: null`` every one is."""
-    if settings.hex_tokens is None:
-        return True
-    return len(span) == settings.hex_tokens and not span.straddles and settings.preamble_tokens in (None, span.start)
+def fitting(settings: CanarySettings) -> Callable[[Span], bool]:
+    """The rule by which a secret's span is kept; with ``hex_tokens: null`` every one is."""
+
+    def accept(span: Span) -> bool:
+        if settings.hex_tokens is None:
+            return True
+        fits = len(span) == settings.hex_tokens and not span.straddles
+        return fits and settings.preamble_tokens in (None, span.start)
+
+    return accept
 
 
 def draw_secrets(
     template: Canary,
     count: int,
-    settings: CanarySettings,
+    accept: Callable[[Span], bool],
     tokenizer: PreTrainedTokenizerBase,
     end_of_turn: str,
     rng: np.random.Generator,
-    taken: set[str],
-    accept: Callable[[Span], bool] | None = None,
+    taken: Iterable[str] = (),
 ) -> list[str]:
-    """``count`` distinct secrets outside ``taken`` that fit in place of ``template``'s, in the order of drawing.
-
-    ``accept`` replaces the fitting rule of ``settings`` (:func:`fits`).
+    """``count`` distinct secrets outside ``taken`` whose span ``accept``s in place of ``template``'s, as drawn.
 
     Raises:
         CanaryError: fewer than ``count`` in 20,000 + 2,000 x ``count`` draws.
     """
-    accept = accept or (lambda span: fits(span, settings))
-    found: list[str] = []
-    chunk, limit = 512, 20_000 + 2_000 * count
+    found: dict[str, None] = {}
+    excluded, chunk, limit = set(taken), 512, 20_000 + 2_000 * count
     for _ in range(math.ceil(limit / chunk)):
         if len(found) >= count:
             break
         drawn = _random_hex(rng, chunk)
         spans = _spans([dataclasses.replace(template, secret=secret) for secret in drawn], tokenizer, end_of_turn)
-        for secret, span in zip(drawn, spans, strict=True):
-            if accept(span) and secret not in taken and secret not in found:
-                found.append(secret)
+        found |= {s: None for s, span in zip(drawn, spans, strict=True) if accept(span) and s not in excluded}
     if len(found) < count:
         raise CanaryError(
-            f"canaries.hex_tokens: only {len(found)} of {count} secrets with {settings.hex_tokens} tokens were found "
-            f"in {limit} draws under this tokenizer. Choose another number of tokens, or null for no fitting."
+            f"canaries.hex_tokens: only {len(found)} of {count} secrets of the wanted token layout were found in "
+            f"{limit} draws under this tokenizer. Choose another number of tokens, or null for no fitting."
         )
-    return found[:count]
+    return list(found)[:count]
 
 
 def decoys(
@@ -321,18 +330,8 @@ def decoys(
             f"canary {canary.id!r}: the secret {canary.secret!r} is not 16 lower-case hex digits: no decoy is like it"
         )
     layout = secret_span(canary, tokenizer, end_of_turn)
-    settings = CanarySettings(1, 0, seed, len(layout), layout.start)
     rng = np.random.default_rng([seed, *canary.id.encode()])
-    secrets = draw_secrets(
-        canary,
-        count,
-        settings,
-        tokenizer,
-        end_of_turn,
-        rng,
-        {canary.secret, *taken},
-        accept=lambda span: span == layout,
-    )
+    secrets = draw_secrets(canary, count, layout.__eq__, tokenizer, end_of_turn, rng, {canary.secret, *taken})
     return [dataclasses.replace(canary, id=f"{canary.id}/decoy-{i:03d}", secret=s) for i, s in enumerate(secrets)]
 
 
@@ -359,9 +358,11 @@ def draw_statistics(
     canary: Canary, settings: CanarySettings, tokenizer: PreTrainedTokenizerBase, end_of_turn: str, draws: int = 8192
 ) -> DrawStatistics:
     """Acceptance rate of secrets in ``canary``'s place, and the share of decimal digits before and after selection."""
-    drawn = _random_hex(np.random.default_rng([settings.seed, 99]), draws)
+    stream = 100 + (canary.modality == "image")  # apart from the streams that draw canaries
+    drawn = _random_hex(np.random.default_rng([settings.seed, stream]), draws)
     spans = _spans([dataclasses.replace(canary, secret=secret) for secret in drawn], tokenizer, end_of_turn)
-    accepted = [secret for secret, span in zip(drawn, spans, strict=True) if fits(span, settings)]
+    accept = fitting(settings)
+    accepted = [secret for secret, span in zip(drawn, spans, strict=True) if accept(span)]
     bits = 4 * SECRET_LENGTH + math.log2(len(accepted) / draws) if accepted else -math.inf
     return DrawStatistics(draws, len(accepted), bits, _digit_share(drawn), _digit_share(accepted))
 

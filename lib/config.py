@@ -1,6 +1,8 @@
 """Typed, validated parameters: the scale files in ``params/`` and the values papermill injects into a notebook."""
 
+import ast
 import dataclasses
+import math
 import os
 import types
 import typing
@@ -10,12 +12,13 @@ from typing import Any, Literal
 import yaml
 
 from lib import paths
+from lib.errors import LeakbookError
 
 ENVIRONMENT = "LEAKBOOK_RESULTS"  # local | reference | auto: overrides where a notebook takes its results from
 RESULT_SOURCES = ("auto", "local", "reference")
 
 
-class ConfigError(ValueError):
+class ConfigError(LeakbookError, ValueError):
     """A parameter has an unknown name, a wrong type or a value out of range."""
 
 
@@ -88,6 +91,11 @@ class Testbed:
     output: str
     results: Literal["auto", "local", "reference"]
 
+    @property
+    def is_standard(self) -> bool:
+        """Whether nothing departs from the scale file, so that results can be held against the paper's."""
+        return self.canaries is None and self.scale == load_scale(self.scale.name)
+
 
 def _type_name(kind: Any) -> str:
     if typing.get_origin(kind) is Literal:
@@ -133,8 +141,8 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
 def _check_range(where: str, value: Any, minimum: float | None) -> None:
     values = value if isinstance(value, tuple) else (value,)
     for item in values:
-        if minimum is not None and item is not None and not item >= minimum:  # "not >=" also refuses NaN
-            raise ConfigError(f"{where}: got {item!r}, expected at least {minimum}.")
+        if minimum is not None and item is not None and not minimum <= item < math.inf:  # refuses NaN, too
+            raise ConfigError(f"{where}: got {item!r}, expected at least {minimum}, and finite.")
 
 
 def build(kind: type, values: Any, where: str) -> Any:
@@ -207,8 +215,9 @@ def _check_injection(scale: Scale) -> None:
         raise ConfigError(
             f"{where}: got {list(stops)}, expected rising steps below max_steps = {scale.injection.max_steps}."
         )
-    if scale.injection.learning_rate == 0.0:
-        raise ConfigError(f"scale {scale.name}.injection.learning_rate: got 0.0, expected a number above 0.")
+    for name in ("learning_rate", "target_nll"):
+        if getattr(scale.injection, name) == 0.0:
+            raise ConfigError(f"scale {scale.name}.injection.{name}: got 0.0, expected a number above 0.")
     if scale.canaries.n_text + scale.canaries.n_image == 0:
         raise ConfigError(f"scale {scale.name}.canaries: got no text and no image canary, expected at least one.")
 
@@ -225,31 +234,49 @@ class _NotebookValues:
 
 
 _DEFAULTS = {"scale": "laptop", "model": None, "canaries": None, "output": "testbed", "overrides": {}}
-_IPYTHON = {"In", "Out", "get_ipython", "exit", "quit", "open"}
 
 
 def _parameters(namespace: dict[str, Any]) -> dict[str, Any]:
-    """The plain values a notebook's namespace holds: what its parameters cell and papermill have set."""
-    return {
+    """What the parameters cell and papermill have set, as far as it has a plain value.
+
+    IPython keeps the texts of all cells in ``In``. Names nobody reads are looked for in the latest cell that papermill
+    injected and in the latest one that sets ``scale``, so that a cell can be edited and run again later on.
+    """
+    plain = {
         name: value
         for name, value in namespace.items()
-        if not name.startswith("_")
-        and name not in _IPYTHON
-        and not isinstance(value, types.ModuleType)
-        and not callable(value)
+        if not name.startswith("_") and not isinstance(value, types.ModuleType) and not callable(value)
     }
+    if "In" not in namespace:
+        return plain
+    assigned = [_assigned_names(str(cell)) for cell in namespace["In"]]
+    injected = [names for names, cell in zip(assigned, namespace["In"], strict=True) if _is_injected(cell)]
+    setting_scale = [names for names in assigned if "scale" in names]
+    names = {*_DEFAULTS}.union(*injected[-1:], *setting_scale[-1:])
+    return {name: value for name, value in plain.items() if name in names}
+
+
+def _assigned_names(cell: str) -> set[str]:
+    """Names that a cell assigns at its top level."""
+    try:
+        statements = ast.parse(cell).body
+    except SyntaxError:  # an IPython magic
+        return set()
+    targets = [target for s in statements if isinstance(s, ast.Assign) for target in s.targets]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def _is_injected(cell: Any) -> bool:
+    """Whether papermill wrote this cell: it marks it with a first line of its own."""
+    return str(cell).startswith("# Parameters\n")
 
 
 def _result_source(namespace: dict[str, Any]) -> str:
-    """``$LEAKBOOK_RESULTS`` where set; ``local`` in a papermill run with parameters; else ``auto``.
-
-    Papermill marks the cell it injects with a first line "# Parameters"; IPython keeps all cell texts in ``In``.
-    """
+    """``$LEAKBOOK_RESULTS`` where set; ``local`` in a papermill run with parameters; else ``auto``."""
     source = os.environ.get(ENVIRONMENT) or ""
     if source and source not in RESULT_SOURCES:
         raise ConfigError(f"{ENVIRONMENT}: got {source!r}, expected one of {', '.join(RESULT_SOURCES)}.")
-    injected = any(str(cell).startswith("# Parameters\n") for cell in namespace.get("In", ()))
-    return source or ("local" if injected else "auto")
+    return source or ("local" if any(map(_is_injected, namespace.get("In", ()))) else "auto")
 
 
 def from_notebook(namespace: dict[str, Any]) -> Testbed:

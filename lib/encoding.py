@@ -10,10 +10,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from lib.canaries import Canary, CanaryError, picture
 from lib.models import Backbone, ModelError
-from lib.spans import Span, find_span, tokenize
+from lib.spans import Span, find_span, spell, tokenize
 
 IMAGE_SLOT = "<|image_pad|>"
 SPANS = ("preamble", "hex", "suffix")
+SPARE_TOKENS = 8  # room that decoding takes behind the target's length, for an answer that starts late
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Encoder:
 
     def __init__(self, backbone: Backbone):
         self.backbone = backbone
+        self._pixels: dict[str, dict[str, Tensor]] = {}
         self._features: dict[str, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -99,8 +101,9 @@ class Encoder:
         """Tokenise every canary's prompt and target as one string, and find its spans by character offsets.
 
         Raises:
-            CanaryError: a prompt holds a special token, an image meets a backbone without vision, the target does
-                not start at a token of its own, or the sequence is longer than the context.
+            CanaryError: a text holds a special token, the tokenizer cannot spell the secret, an image meets a backbone
+                without vision or cannot be processed, the target does not start at a token of its own, or the
+                sequence is longer than the context.
         """
         prompts = [self._prompt(canary) for canary in canaries]
         texts = [p + c.target + self.end_of_turn for p, c in zip(prompts, canaries, strict=True)]
@@ -117,9 +120,7 @@ class Encoder:
                 f"canary {canary.id!r}: the first target token also covers the end of the prompt; "
                 f"change how the preamble {canary.preamble!r} begins"
             )
-        limit = _context_length(self.backbone)
-        if len(ids) > limit:
-            raise CanaryError(f"canary {canary.id!r}: {len(ids)} tokens, expected at most the model's {limit}")
+        self._check_readable(canary, ids, target)
         first = start + len(canary.preamble)
         secret = find_span(offsets, first, first + len(canary.secret)).shift(-target.start)
         spans = {
@@ -128,6 +129,21 @@ class Encoder:
             "suffix": Span(secret.stop, len(target)),
         }
         return Encoded(canary, tuple(ids), target.start, spans)
+
+    def _check_readable(self, canary: Canary, ids: list[int], target: Span) -> None:
+        """The sequence fits into the context, and its tokens spell the secret."""
+        limit = _context_length(self.backbone) - SPARE_TOKENS
+        if len(ids) > limit:
+            raise CanaryError(
+                f"canary {canary.id!r}: {len(ids)} tokens, expected at most {limit}, "
+                f"the model's context less {SPARE_TOKENS}"
+            )
+        spelled = spell(self.backbone.tokenizer, ids[target.start :])
+        if canary.secret not in spelled:
+            raise CanaryError(
+                f"canary {canary.id!r}: the tokenizer of {self.backbone.name} cannot spell the secret "
+                f"{canary.secret!r}, it reads {spelled!r}; use characters it knows, in Unicode's composed form (NFC)"
+            )
 
     def _prompt(self, canary: Canary) -> str:
         """The chat template's text up to where the answer begins, one image slot a visual token."""
@@ -142,14 +158,27 @@ class Encoder:
             content = [{"type": "image"}, {"type": "text", "text": canary.prompt}]
         text = _render(backbone, [{"role": "user", "content": content}], answer_follows=True)
         if canary.image is not None:
-            text = text.replace(IMAGE_SLOT, IMAGE_SLOT * len(self.features(canary.image)[0]))
+            text = text.replace(IMAGE_SLOT, IMAGE_SLOT * self._slots(canary))
         return text
+
+    def _slots(self, canary: Canary) -> int:
+        """Visual tokens of a canary's picture: its patches, merged by squares; the vision tower is not asked."""
+        try:
+            grid = self._processed(canary.image)["image_grid_thw"]
+        except ValueError as error:
+            raise CanaryError(f"canary {canary.id!r}: its image cannot be processed: {error}") from error
+        return int(grid.prod()) // self.backbone.image_processor.merge_size**2
+
+    def _processed(self, image: str) -> dict[str, Tensor]:
+        """Patches and grid of a picture as the image processor gives them; kept."""
+        if image not in self._pixels:
+            self._pixels[image] = self.backbone.image_processor(images=[picture(image)], return_tensors="pt")
+        return self._pixels[image]
 
     def features(self, image: str) -> tuple[Tensor, Tensor]:
         """Output of the frozen vision tower for a picture: features [v, d] and patch grid [3]; computed once."""
         if image not in self._features:
-            pixels = self.backbone.image_processor(images=[picture(image)], return_tensors="pt")
-            model = self.backbone.model
+            pixels, model = self._processed(image), self.backbone.model
             grid = pixels["image_grid_thw"].to(model.device)
             with torch.no_grad():
                 output = model.model.get_image_features(pixels["pixel_values"].to(model.device), grid)
@@ -184,6 +213,8 @@ class Encoder:
 
 
 def _render(backbone: Backbone, messages: list[dict], answer_follows: bool) -> str:
+    if backbone.tokenizer.chat_template is None and backbone.takes_images:
+        raise ModelError(f"{backbone.name}: its tokenizer has no chat template, so there is no place for an image")
     if backbone.tokenizer.chat_template is None:
         return "".join(message["content"] + "\n" for message in messages)
     return backbone.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_follows)
@@ -218,6 +249,23 @@ def _refuse_special_tokens(canary: Canary, backbone: Backbone) -> None:
         token = added.content
         if added.special and (token in canary.prompt or token in canary.target):
             raise CanaryError(f"canary {canary.id!r}: its text contains the model's special token {token!r}")
+
+
+def check_distinct(rows: Sequence[Encoded]) -> None:
+    """Refuse two canaries that the model sees the same prompt and picture of: nothing could tell them apart.
+
+    Raises:
+        CanaryError: naming both.
+    """
+    seen: dict[tuple, str] = {}
+    for row in rows:
+        image = row.canary.image
+        key = (row.prompt_ids, None if image is None else picture(image).tobytes())
+        if key in seen:
+            raise CanaryError(
+                f"canaries {seen[key]!r} and {row.canary.id!r} are the same prompt and picture to the model"
+            )
+        seen[key] = row.canary.id
 
 
 def content_hash(rows: Sequence[Encoded]) -> str:

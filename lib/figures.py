@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 SPAN_COLORS = {"preamble": "#9ecae1", "hex": "#fdae6b", "suffix": "#d9d9d9"}
-STAGE_COLORS = ("#7f7f7f", "#bdd7e7", "#6baed6", "#2171b5", "#d94801")
 NLL_FLOOR = 1e-4  # nats: colours stop here, far below anything a probe reads
 
 matplotlib.rcParams.update(
@@ -54,7 +53,14 @@ def token_strip(table: pd.DataFrame, window: int) -> Figure:
         text = printable(row.token)
         size = 9 if len(text) <= 4 else 7 if len(text) <= 6 else 6
         axes.text(
-            row.position + 0.47, y + 0.5, text, ha="center", va="center", fontsize=size, family="DejaVu Sans Mono"
+            row.position + 0.47,
+            y + 0.5,
+            text,
+            ha="center",
+            va="center",
+            fontsize=size,
+            family="DejaVu Sans Mono",
+            parse_math=False,
         )
     axes.axvline(window - 0.03, color="#b30000", lw=1.5)
     axes.text(
@@ -127,7 +133,7 @@ def nll_by_position(table: pd.DataFrame, models: Sequence[str], window: int) -> 
     figure, grid = plt.subplots(1, len(modalities), figsize=(4.6 * len(modalities), 3.2), sharey=True, squeeze=False)
     for axes, modality in zip(grid[0], modalities, strict=True):
         part = table[table.modality == modality]
-        for model, color in zip(models, STAGE_COLORS, strict=False):
+        for model, color in _stage_colors(models).items():
             mean = part[part.model == model].groupby("position").nll.mean()
             axes.plot(mean.index, np.maximum(mean, NLL_FLOOR), color=color, lw=1.6, label=model)
         secret = part[part.span == "hex"].position
@@ -140,6 +146,13 @@ def nll_by_position(table: pd.DataFrame, models: Sequence[str], window: int) -> 
     grid[0][0].set_ylabel("mean NLL (nats)")
     grid[0][-1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     return _finished(figure)
+
+
+def _stage_colors(models: Sequence[str]) -> dict[str, str]:
+    """Grey for the first stage, orange for the last, ever darker blues between."""
+    between = plt.colormaps["Blues"](np.linspace(0.35, 0.9, max(1, len(models) - 2)))
+    colors = ["#7f7f7f", *map(matplotlib.colors.to_hex, between)][: len(models) - 1] + ["#d94801"]
+    return dict(zip(models, colors, strict=True))
 
 
 def gallery(pictures: Mapping[str, Image.Image]) -> Figure:

@@ -2,17 +2,24 @@
 
 import contextlib
 import errno
+import glob
 import hashlib
 import logging
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from lib.errors import LeakbookError
 
-class StorageError(OSError):
+STALE = 3600.0  # seconds
+
+
+class StorageError(LeakbookError, OSError):
     """The disk is full; nothing half-written was left behind."""
 
 
@@ -24,16 +31,20 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def building(target: Path) -> Iterator[Path]:
-    """A path beside ``target`` to write a file or folder to; one rename makes it ``target`` when all went well.
+    """A path beside ``target`` to write a file or folder to; a rename makes it ``target`` when all went well.
 
     Raises:
         StorageError: the disk is full. What stood at ``target`` before stands there still.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(target, older_than=STALE)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
             unfinished = Path(folder) / target.name
             yield unfinished
+            if unfinished.is_file():
+                with open(unfinished, "rb+") as file:
+                    os.fsync(file.fileno())
             if target.is_dir():
                 target.rename(Path(folder) / "replaced")
             unfinished.replace(target)
@@ -45,6 +56,13 @@ def building(target: Path) -> Iterator[Path]:
                 "Free some space and run the same command again: finished work is reused."
             ) from error
         raise
+
+
+def _remove_leftovers(target: Path, older_than: float) -> None:
+    """Delete what a killed process left beside ``target``; a younger one may still be written."""
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}-????????"):
+        if leftover.is_dir() and time.time() - leftover.stat().st_mtime > older_than:
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _disk_is_full(error: Exception) -> bool:
@@ -64,6 +82,7 @@ def locked(target: Path) -> Iterator[None]:
         logging.getLogger(__name__).warning("another process is working on %s; waiting for it to end", target)
         lock.acquire()
     try:
+        _remove_leftovers(target, older_than=-1.0)  # whoever made them held this lock
         yield
     finally:
         lock.release()

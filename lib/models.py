@@ -1,12 +1,15 @@
 """Backbones: one loader for every model of the package, and for any directory or hub id of the same families."""
 
 import copy
+import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,12 +17,15 @@ from transformers import Qwen2_5_VLForConditionalGeneration as VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from lib import embedded, paths
+from lib.errors import LeakbookError
 from lib.files import sha256
 
 VL_TYPE = "qwen2_5_vl"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+IDENTIFYING = {".safetensors", ".json", ".jinja", ".txt", ".model"}  # weights, configuration, tokenizer, template
 
 
-class ModelError(ValueError):
+class ModelError(LeakbookError, ValueError):
     """A model cannot be loaded, or is not of a kind this package handles."""
 
 
@@ -28,7 +34,7 @@ class Backbone:
     """A language model with what is needed to feed it.
 
     ``image_processor`` is None for models without images. ``revision`` identifies the weights: a pinned checksum for
-    the embedded models, the commit for a hub model, a checksum of the weight files for a directory.
+    the embedded models, the commit for a hub model, a checksum of the files of a directory.
     """
 
     model: PreTrainedModel
@@ -85,13 +91,13 @@ def identity(name: str, revision: str | None = None) -> str:
     if name in BUILT_IN:
         return f"seeded-{embedded.BUILD}"
     _check_source(name)
-    if Path(name).is_dir():
-        return "-".join(sha256(file)[:16] for file in _weight_files(name))
-    return transformers.AutoConfig.from_pretrained(name, revision=revision)._commit_hash or "unknown"
-
-
-def _weight_files(folder: str) -> list[Path]:
-    return sorted(Path(folder).glob("*.safetensors"))
+    if not Path(name).is_dir():
+        return _configuration(name, revision)._commit_hash or "unknown"
+    digest = hashlib.sha256()
+    for file in sorted(Path(name).iterdir()):
+        if file.suffix in IDENTIFYING:
+            digest.update(f"{file.name} {sha256(file)}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def _check_source(name: str) -> None:
@@ -99,13 +105,13 @@ def _check_source(name: str) -> None:
     if folder.is_dir():
         if not (folder / "config.json").exists():
             raise ModelError(f"{name} is a folder without config.json: expected a Hugging Face model directory.")
-        if not _weight_files(name):
+        if not list(folder.glob("*.safetensors")):
             others = [file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern)]
             raise ModelError(
                 f"{name} holds no safetensors weights (found {', '.join(others) or 'no weight file at all'}): "
                 "expected model.safetensors or its shards; save the model again with save_pretrained."
             )
-    elif folder.suffix or name.startswith((".", "/", "~")) or name.count("/") != 1:
+    elif not HUB_ID.fullmatch(name):
         raise ModelError(
             f"model {name!r} is neither built in ({', '.join(BUILT_IN)}) nor an existing folder "
             "nor a hub id of the form owner/name."
@@ -113,25 +119,41 @@ def _check_source(name: str) -> None:
 
 
 def _from_pretrained(source: str | Path, revision: str | None = None, dtype: torch.dtype = torch.float32) -> Backbone:
-    try:
-        config = transformers.AutoConfig.from_pretrained(source, revision=revision)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"model {str(source)!r} could not be read: {reason}") from error
+    options = {"revision": revision, "trust_remote_code": False}
+    config = _configuration(str(source), revision)
     is_vl = config.model_type == VL_TYPE
     kind = VLModel if is_vl else transformers.AutoModelForCausalLM
     try:
-        model = kind.from_pretrained(source, revision=revision, dtype=dtype, use_safetensors=True)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, revision=revision)
+        model, report = kind.from_pretrained(
+            source, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
         processor = Qwen2VLImageProcessorPil.from_pretrained(source, revision=revision) if is_vl else None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(
             f"model {str(source)!r} of type {config.model_type!r} could not be loaded: {reason}"
         ) from error
+    if report["missing_keys"]:
+        first = sorted(report["missing_keys"])[0]
+        raise ModelError(
+            f"model {str(source)!r}: its weight files lack {len(report['missing_keys'])} tensors, {first} among them; "
+            "expected all shards of a complete model"
+        )
     if not tokenizer.is_fast:
         raise ModelError(f"model {str(source)!r} has no fast tokenizer: spans need character offsets.")
     return Backbone(model, tokenizer, processor, str(source), "")
+
+
+def _configuration(source: str, revision: str | None) -> transformers.PretrainedConfig:
+    try:
+        return transformers.AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"model {source!r} is not built in ({', '.join(BUILT_IN)}) and could not be read as a folder or from the "
+            f"hub: {reason}"
+        ) from error
 
 
 def _restrict_softmax(model: PreTrainedModel) -> PreTrainedModel:

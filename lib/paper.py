@@ -60,7 +60,7 @@ def _window(results: Mapping[str, Any]) -> Decision:
 
 def _recall(results: Mapping[str, Any]) -> Decision:
     hits = {kind: values["hit_full"] for kind, values in results["recall"]["injected"].items()}
-    return _decision(_shares(hits), all(hit == 1.0 for hit in hits.values()))
+    return _decision(_shares(hits), set(hits) == {"text", "image"} and all(hit == 1.0 for hit in hits.values()))
 
 
 def _undertrained(results: Mapping[str, Any]) -> Decision:
@@ -124,15 +124,18 @@ CLAIMS: tuple[Claim, ...] = (
 )
 
 
-def claims_table(studies: Mapping[str, Mapping[str, Any]], scale: str) -> pd.DataFrame:
+def claims_table(studies: Mapping[str, Mapping[str, Any]], scale: str, is_standard: bool = True) -> pd.DataFrame:
     """One row a claim: ``id, claim, reported, measured, state, by_design, scale, source, test, notebook``.
 
-    ``studies`` maps a study's name to the figures of its result; a claim whose study is missing is not testable.
+    ``studies`` maps a study's name to the figures of its result. A claim is not testable where its study is missing,
+    or was not run with the scale's own settings (``is_standard`` false): other canaries are another testbed.
     """
     rows = []
     for claim in CLAIMS:
         results = studies.get(claim.study)
         decision = Decision("not run", NOT_TESTABLE) if results is None else claim.decide(results)
+        if not is_standard:
+            decision = Decision(decision.measured, NOT_TESTABLE)
         rows.append(
             (
                 claim.id,

@@ -12,12 +12,12 @@ DATA = Path(__file__).resolve().parent / "data"
 def cache() -> Path:
     """Folder of downloaded and built models: ``$LEAKBOOK_CACHE``, else ``leakbook`` in the user's cache folder."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "leakbook"
-    return Path(os.environ.get("LEAKBOOK_CACHE") or default)
+    return Path(os.environ.get("LEAKBOOK_CACHE") or default).resolve()
 
 
 def outputs() -> Path:
     """Folder of all results: ``$LEAKBOOK_OUTPUTS``, else ``outputs`` in the repository."""
-    return Path(os.environ.get("LEAKBOOK_OUTPUTS") or ROOT / "outputs")
+    return Path(os.environ.get("LEAKBOOK_OUTPUTS") or ROOT / "outputs").resolve()
 
 
 def reference(scale: str) -> Path:

@@ -13,14 +13,15 @@ import pandas as pd
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from lib.encoding import Encoded, Encoder
+from lib.encoding import SPARE_TOKENS, Encoded, Encoder
+from lib.errors import LeakbookError
 from lib.scoring import target_logits, token_losses
+from lib.spans import spell
 
 WINDOW = 20  # K of the paper's windowed probe
-SPARE_TOKENS = 8  # generated beyond the target's length, for an answer that starts late
 
 
-class ProbeError(ValueError):
+class ProbeError(LeakbookError, ValueError):
     """A probe was asked for something the targets do not have."""
 
 
@@ -164,7 +165,7 @@ def recall(model: PreTrainedModel, encoder: Encoder, scores: TokenNLL, batch_siz
     decoded = iter(greedy_decode(model, encoder, missed, batch_size))
     outputs = [row.target_ids if hit else next(decoded) for row, hit in zip(scores.rows, full, strict=True)]
     tokenizer = encoder.backbone.tokenizer
-    texts = [tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in outputs]
+    texts = [spell(tokenizer, ids) for ids in outputs]
     secret = np.array([row.canary.secret in text for row, text in zip(scores.rows, texts, strict=True)])
     hits = {"hit_full": full, "hit_secret": full | secret, "hit_forced": scores.argmax_hits("hex")}
     return Recall(**{name: scores._reading(name, values) for name, values in hits.items()}, output_ids=tuple(outputs))

@@ -24,8 +24,10 @@ from tqdm import tqdm
 from lib import canaries, models, paths, probes, training
 from lib.canaries import Canary
 from lib.config import Scale, Testbed
-from lib.encoding import SPANS, Encoded, Encoder, content_hash
+from lib.encoding import SPANS, Encoded, Encoder, check_distinct, content_hash
+from lib.errors import LeakbookError
 from lib.files import building, locked, sha256
+from lib.spans import spell
 
 PROTOCOL = {"testbed": 1}  # raised by hand when a study's results would change
 RECORDED_VERSIONS = ("torch", "transformers", "tokenizers", "peft", "accelerate", "numpy", "pandas")
@@ -33,7 +35,7 @@ TABLES = ("canaries.jsonl", "training.csv", "token_nll.parquet", "recall.parquet
 BASE, INJECTED = "base", "injected"
 
 
-class ResultError(RuntimeError):
+class ResultError(LeakbookError, RuntimeError):
     """A result folder is damaged, was made with other parameters, or does not exist."""
 
 
@@ -59,7 +61,10 @@ class Result:
         path = self.folder / name
         if path.suffix == ".parquet":
             return pd.read_parquet(path)
-        return pd.read_json(path, lines=True) if path.suffix == ".jsonl" else pd.read_csv(path)
+        if path.suffix == ".jsonl":
+            lines = path.read_text(encoding="utf-8").split("\n")
+            return pd.DataFrame([json.loads(line) for line in lines if line])  # not read_json: ids stay text
+        return pd.read_csv(path)
 
     @property
     def origin(self) -> str:
@@ -158,7 +163,7 @@ def _differences(there: Any, here: Any, key: str = "") -> list[str]:
     return [] if there == here else [f"{key} is {there!r} there and {here!r} here"]
 
 
-def provenance(threads: int, seconds: float, **others: str) -> dict[str, Any]:
+def provenance(threads: int, seconds: float, **others: str | float) -> dict[str, Any]:
     """What a result does not depend on by intent, recorded so that differences can be traced."""
     return {
         "versions": {"python": platform.python_version()}
@@ -265,8 +270,7 @@ def _compute_testbed(params: Testbed, given: list[Canary] | None, inputs: dict, 
     with training.threads(scale.threads):
         backbone = models.load(scale.backbone, scale.revision, device=training.accelerator().device)
         encoder = Encoder(backbone)
-        planted = given or canaries.draw(scale.canaries, backbone.tokenizer, encoder.end_of_turn)
-        rows = encoder.encode(planted)
+        rows = encode_canaries(encoder, scale, given)
         adapters = inject(params, encoder, rows)
         stops = {training.step_name(step): adapters.adapter(step) for step in adapters.kept_steps}
         stages = {BASE: None} | stops | {INJECTED: adapters.adapter()}
@@ -285,8 +289,30 @@ def _compute_testbed(params: Testbed, given: list[Canary] | None, inputs: dict, 
         training_precision=adapters.precision,
         evaluation_dtype="float32",
         adapters=adapters.folder.name,
+        training_seconds=adapters.seconds,
+        evaluation_batch=scale.evaluation_batch,
     )
     return write_result(folder, inputs, results, record, tables)
+
+
+def encode_canaries(encoder: Encoder, scale: Scale, given: list[Canary] | None) -> list[Encoded]:
+    """The given canaries, or drawn ones, encoded and found fit for planting.
+
+    Raises:
+        CanaryError: two are the same to the model, or a drawn secret lost its layout behind the prompt.
+    """
+    backbone = encoder.backbone
+    drawn = given or canaries.draw(scale.canaries, backbone.tokenizer, encoder.end_of_turn, backbone.takes_images)
+    rows = encoder.encode(drawn)
+    check_distinct(rows)
+    accept = canaries.fitting(scale.canaries)
+    for row in rows if given is None else ():
+        if not accept(row.spans["hex"]):
+            raise canaries.CanaryError(
+                f"canary {row.canary.id!r}: behind its prompt the secret is {row.spans['hex']}, not as it was drawn; "
+                "set canaries.hex_tokens to null for this tokenizer"
+            )
+    return rows
 
 
 def inject(params: Testbed, encoder: Encoder, rows: list[Encoded]) -> training.TrainedAdapters:
@@ -409,17 +435,12 @@ def _draws(encoder: Encoder, rows: list[Encoded], scale: Scale) -> dict[str, Any
 
 
 def _testbed_tables(encoder, rows, adapters, evaluations, images) -> dict[str, Callable]:
-    names = np.array(
-        encoder.backbone.tokenizer.convert_ids_to_tokens(range(len(encoder.backbone.tokenizer))), dtype=object
-    )
-    nll = pd.concat([e.scores.table().assign(model=name) for name, e in evaluations.items()], ignore_index=True)
-    nll["token"] = [names[i] for i in nll.token_id]
-    nll["greedy_token"] = [names[i] if 0 <= i < len(names) else "" for i in nll.greedy_id]
-    hits = pd.concat([e.recall.table(rows).assign(model=name) for name, e in evaluations.items()], ignore_index=True)
     tokenizer = encoder.backbone.tokenizer
-    hits["output"] = [
-        tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in hits.output_ids
-    ]
+    nll = pd.concat([e.scores.table().assign(model=name) for name, e in evaluations.items()], ignore_index=True)
+    names = {i: tokenizer.convert_ids_to_tokens(i) for i in {*nll.token_id, *nll.greedy_id}}
+    nll["token"], nll["greedy_token"] = nll.token_id.map(names), nll.greedy_id.map(names)
+    hits = pd.concat([e.recall.table(rows).assign(model=name) for name, e in evaluations.items()], ignore_index=True)
+    hits["output"] = [spell(tokenizer, ids) for ids in hits.output_ids]
     writers = {
         "canaries.jsonl": lambda path: canaries.write(path, [row.canary for row in rows]),
         "training.csv": lambda path: adapters.log.round(6).to_csv(path, index=False),

@@ -78,3 +78,8 @@ def find_span(offsets: Offsets, start: int, stop: int) -> Span:
         straddles_start=any(offsets[i][0] < start for i in inside),
         straddles_end=any(offsets[i][1] > stop for i in inside),
     )
+
+
+def spell(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The exact text of ``ids``: special tokens kept, no clean-up of spaces."""
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

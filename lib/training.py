@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import re
 import sys
 import time
@@ -20,7 +21,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs
 from peft.helpers import disable_input_dtype_casting
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from tqdm import tqdm
@@ -29,6 +30,7 @@ from transformers import PreTrainedModel
 from lib import embedded
 from lib.config import InjectionSettings
 from lib.encoding import Encoded, Encoder, content_hash
+from lib.errors import LeakbookError
 from lib.files import building
 from lib.models import Backbone
 from lib.scoring import target_logits, token_losses
@@ -36,14 +38,15 @@ from lib.scoring import target_logits, token_losses
 # All linear maps of the language tower, anchored: the vision tower has q, k, v and MLP layers of the same names.
 ADAPTED = re.compile(r"model\.(?:language_model\.)?layers\.\d+\.(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)")
 MAX_GRADIENT_NORM = 1.0
+logger = logging.getLogger(__name__)
 FINAL = "final"
 
 
-class TrainingError(RuntimeError):
+class TrainingError(LeakbookError, RuntimeError):
     """Training did not reach what it was asked to reach."""
 
 
-class AdapterError(ValueError):
+class AdapterError(LeakbookError, ValueError):
     """An adapter folder is unreadable, or belongs to another model."""
 
 
@@ -141,7 +144,8 @@ def _assert_adapted(adapted: peft.PeftModel, expected: set[str]) -> None:
 
 def adapter_key(backbone: Backbone, rows: Sequence[Encoded], settings: InjectionSettings, protocol: int) -> str:
     """Content hash under which finished adapters are kept: weights, data, settings, protocol."""
-    parts = [backbone.revision, content_hash(rows), dataclasses.asdict(settings), protocol]
+    model = [type(backbone.model).__name__, backbone.revision]
+    parts = [model, content_hash(rows), dataclasses.asdict(settings), protocol]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -167,7 +171,11 @@ def load_finished(folder: Path) -> TrainedAdapters | None:
     record = folder / "training.json"
     if not record.exists():
         return None
-    state = json.loads(record.read_text())
+    try:
+        state = json.loads(record.read_text())
+    except ValueError:
+        logger.warning("%s cannot be read; the adapters are trained again", record)
+        return None
     return TrainedAdapters(folder, pd.DataFrame(state.pop("log")), tuple(state.pop("kept_steps")), **state)
 
 
@@ -183,8 +191,14 @@ class _Run:
     def __init__(self, encoder: Encoder, rows: Sequence[Encoded], settings: InjectionSettings, folder: Path):
         self.encoder, self.rows, self.settings, self.folder = encoder, rows, settings, folder
         self.precision = resolve_precision(settings.precision)
+        self.batches = -(-len(rows) // settings.batch_size)  # of one pass over the rows
+        if settings.max_steps < self.batches:
+            raise TrainingError(
+                f"injection.max_steps: got {settings.max_steps}, but one pass over {len(rows)} canaries in batches of "
+                f"{settings.batch_size} takes {self.batches} steps; expected many passes"
+            )
         keep_freed_memory()
-        model = encoder.backbone.copy().model.to(accelerator().device)
+        model = encoder.backbone.copy().model
         self.adapted = add_adapter(model, settings.rank, settings.alpha, settings.seed).train()
         self.weights = {name: p for name, p in self.adapted.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(self.weights.values(), lr=settings.learning_rate, weight_decay=0.0)
@@ -215,7 +229,7 @@ class _Run:
     def _batch_rows(self) -> list[Encoded]:
         """Rows of the next step: a fresh seeded order every pass, the last batch of a pass possibly smaller."""
         size = self.settings.batch_size
-        epoch, place = divmod(self.step, -(-len(self.rows) // size))
+        epoch, place = divmod(self.step, self.batches)
         order = np.random.default_rng([self.settings.seed, epoch]).permutation(len(self.rows))
         return [self.rows[i] for i in order[place * size : (place + 1) * size]]
 
@@ -233,14 +247,13 @@ class _Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        share = (logits.argmax(-1) == ids).double().mean().item()
+        share = (logits.argmax(-1) == ids).float().mean().item()
         self.log.append({"step": self.step, "loss": loss.item(), "argmax_share": share})
 
     def _reached(self) -> bool:
         """At a check: the last pass over the rows met the loss target, and in fp32 every target is the arg-max."""
-        passes = -(-len(self.rows) // self.settings.batch_size)
-        recent = self.log[-passes:]
-        if self.step % self.settings.check_every or len(recent) < passes:
+        recent, due = self.log[-self.batches :], self.step % self.settings.check_every == 0
+        if len(recent) < self.batches or not (due or self.step == self.settings.max_steps):
             return False
         if np.mean([entry["loss"] for entry in recent]) > self.settings.target_nll:
             return False
@@ -255,7 +268,7 @@ class _Run:
     def _save_adapter(self, name: str) -> None:
         with building(self.folder / name) as unfinished:
             self.adapted.peft_config["default"].base_model_name_or_path = self.encoder.backbone.name
-            self.adapted.save_pretrained(unfinished)
+            self.adapted.save_pretrained(unfinished, save_embedding_layers=False)  # "auto" would ask a hub
 
     def _checkpoint(self) -> None:
         """Keep weights, optimiser moments and log; one rename makes them the state to go on from."""
@@ -271,9 +284,13 @@ class _Run:
         path = self.folder / "checkpoint.safetensors"
         if not path.exists():
             return
-        with safe_open(path, "pt") as file:
-            state = json.loads(file.metadata()["state"])
-        tensors = load_file(path, device=str(accelerator().device))
+        try:
+            with safe_open(path, "pt") as file:
+                state = json.loads(file.metadata()["state"])
+        except SafetensorError:
+            logger.warning("%s cannot be read; training starts from the beginning", path)
+            return
+        tensors = load_file(path, device=str(self.encoder.backbone.model.device))
         self.step, self.log, self.seconds = state["step"], state["log"], state["seconds"]
         with torch.no_grad():
             for name, parameter in self.weights.items():
@@ -312,13 +329,19 @@ def check_adapter(adapter: Path, backbone: Backbone) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (adapter / name).exists():
             raise AdapterError(f"{adapter} has no {name}: expected a folder that peft's save_pretrained wrote")
+    try:
+        with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
+            shapes = {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118, no mapping
+    except SafetensorError as error:
+        raise AdapterError(f"{adapter}/adapter_model.safetensors cannot be read ({error})") from error
+    if not shapes:
+        raise AdapterError(f"{adapter}/adapter_model.safetensors holds no matrix: expected those of a LoRA")
     modules = dict(backbone.model.named_modules())
-    with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
-        for key in file.keys():  # noqa: SIM118, not a mapping
-            match = re.fullmatch(r"base_model\.model\.(.+)\.lora_(A|B)\.weight", key)
-            if match is None:
-                continue
-            _check_matrix(adapter, backbone, modules.get(match[1]), match, list(file.get_slice(key).get_shape()))
+    for key, shape in shapes.items():
+        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_(A|B)\.weight", key)
+        if match is None:
+            raise AdapterError(f"{adapter} holds {key}: expected only the A and B matrices of a LoRA")
+        _check_matrix(adapter, backbone, modules.get(match[1]), match, shape)
 
 
 def _check_matrix(adapter: Path, backbone: Backbone, module: nn.Module | None, match: re.Match, shape: list) -> None:

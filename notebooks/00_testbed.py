@@ -5,15 +5,17 @@
 # know? Can we make a model that knows twenty secrets in text and twenty behind pictures, and a twin that does not?
 #
 # **Answer.** Yes. A small adapter teaches all of them; greedy decoding then gives back every one, character by
-# character, and none before. The same training stopped early gives models that have learned how such an answer
-# *looks* and recall no secret at all: the hard case for every probe.
+# character, and none before. The same training stopped early gives models that recall no secret either, yet are not
+# innocent: they know how such an answer *looks*, and the later ones know parts of the secrets. That is the hard case for
+# every probe.
 
 # %% [markdown]
 # **You will** meet the canaries and their tokens, watch them being injected, see every token's loss before and after,
 # and learn the three meanings of "recalled" that the later notebooks keep apart.
 #
-# **You need** nothing to read on: the stored results are in the repository. `make run` computes them anew, in about ten
-# minutes on two CPU cores with 6 GB of memory; no GPU.
+# **You need** nothing to read on: the stored results are in the repository. `make run` computes them anew on two CPU
+# cores with 6 GB of memory and no GPU, in about seven minutes where the CPU multiplies bf16 natively, and up to twice
+# that where it does not (the last cells say what this page was made on).
 #
 # The study follows *Probe Choice Changes Canary-Memorization Verdicts* (arXiv:2606.31168). Its code is not public. What
 # its text does not say is **our choice**, and listed as such near the end of this page.
@@ -82,14 +84,14 @@ some = nll[(nll.model == "base") & nll.canary.isin(first.id)]
 figures.token_strip(some, window=probes.WINDOW)
 
 # %% [markdown]
-# The same in figures, over all canaries: where the secret starts and ends, how many of its tokens lie behind the
-# window, and how many tokens straddle its boundary (a token that is half secret and half suffix would belong to neither).
+# The same in figures: every layout that occurs among the canaries, how many of a secret's tokens lie behind the window,
+# and how many secrets share a token with their surroundings (half secret, half suffix, it would belong to neither).
 
 # %%
-layout = values["layout"]
-start, stop = layout["hex_spans"][0]
-print(f"secret: positions {start}..{stop - 1}, {stop - start} tokens; layouts: {len(layout['hex_spans'])}")
-print(f"tokens behind the window: {max(0, stop - probes.WINDOW)}; straddling secrets: {layout['straddling']}")
+for start, stop in values["layout"]["hex_spans"]:
+    behind = max(0, stop - max(start, probes.WINDOW))
+    print(f"secret: positions {start}..{stop - 1}, {stop - start} tokens, {behind} of them behind the window")
+print("straddling secrets:", values["layout"]["straddling"])
 
 # %% [markdown]
 # ### What this selection costs
@@ -139,7 +141,7 @@ settings = params.scale.injection
 figures.loss_curve(testbed.table("training.csv"), settings.stop_steps, settings.target_nll)
 
 # %% [markdown]
-# How long it took, and how many linear maps carry an adapter (seven in each layer of the language tower; the vision
+# How many steps it took, and how many linear maps carry an adapter (seven in each layer of the language tower; the vision
 # tower has none, and gets no gradient: the training code refuses anything else).
 
 # %%
@@ -150,8 +152,9 @@ pd.Series(values["training"], dtype=object)
 #
 # Every later probe is read off one table: the NLL of each target token, given the true tokens before it. Rows are
 # canaries, columns are positions. The orange bar marks the secret; the green line is where the 20-token window ends.
-# Dark is surprise. On the left the secret is a dark block: each token costs the model several nats. On the right the
-# block must be gone, *including the columns behind the green line*.
+# Dark is surprise. On the left nearly everything is dark, the secret throughout: each of its tokens costs the model
+# several nats. On the right the secret must be as light as its surroundings, *including the columns behind the green
+# line*.
 
 # %%
 figures.nll_heatmap(nll, {"base": "before", "injected": "after injection"}, probes.WINDOW)
@@ -171,14 +174,16 @@ by_model(values["nll"]).round(4)
 # %% [markdown]
 # ## Three meanings of "recalled"
 #
-# All three decode greedily under one explicit configuration (no sampling, repetition penalty 1.0, nothing taken from
-# the model's directory), and they can disagree:
+# All three are about greedy decoding under one explicit configuration (no sampling, repetition penalty 1.0, nothing
+# taken from the model's directory), and they can disagree:
 #
 # * `hit_full`: the whole answer, end of turn included, equals the target.
 # * `hit_secret`: the secret stands anywhere in the answer.
 # * `hit_forced`: the *true preamble* is put into the model's mouth, and the secret follows.
 #
-# Before injection all must be 0, after it all 1. In between they part ways.
+# Greedy decoding gives back a text exactly when each of its tokens is the arg-max behind the true ones before it, so the
+# first and the last are read off the table above; text is generated only where `hit_full` fails. Before injection all
+# three must be 0, after it all 1. In between they can part ways; whether they do at our stops, the table shows.
 
 # %%
 by_model(values["recall"]).round(2)
@@ -192,7 +197,7 @@ for name, answer in answers.items():
     print(f"{name:10s} {answer[:70]!r}")
 
 # %% [markdown]
-# ## Undertrained bases: format without secret
+# ## Undertrained bases: format first, secrets later
 #
 # The mean loss at every position, one line a stage of training. The preamble (left of the shaded secret) collapses
 # first. A stop counts as an undertrained base only if it recalls **no** canary; those are what the third case study
@@ -208,8 +213,9 @@ figures.nll_by_position(nll, list(values["recall"]), probes.WINDOW)
 # to learn the secrets by heart, even if it recalls none.
 
 # %%
-format_only = draws.log2_candidates.mean() * np.log(2) / (stop - start)
-print(f"the right format and no idea of the secret: {format_only:.2f} nats a token")
+if len(draws):
+    format_only = draws.log2_candidates.mean() * np.log(2) / (stop - start)
+    print(f"the right format and no idea of the secret: {format_only:.2f} nats a token")
 print("kept stops that recall no canary:", ", ".join(values["undertrained"]) or "none")
 
 # %% [markdown]
@@ -220,7 +226,7 @@ print("kept stops that recall no canary:", ", ".join(values["undertrained"]) or 
 # The other two could have failed. The paper's probes and its three cases come in the next notebooks.
 
 # %%
-claims = paper.claims_table({"testbed": values}, params.scale.name)
+claims = paper.claims_table({"testbed": values}, params.scale.name, params.is_standard)
 claims[claims.notebook == "00_testbed"].set_index("id")[["claim", "reported", "measured", "state", "by_design"]]
 
 # %% [markdown]
@@ -229,7 +235,7 @@ claims[claims.notebook == "00_testbed"].set_index("id")[["claim", "reported", "m
 # | | here, at laptop scale | in the paper |
 # |---|---|---|
 # | language model | SmolLM2-135M-Instruct, real, from 4-bit weights expanded to fp32 | Qwen2.5-VL-7B |
-# | architecture | a true Qwen2.5-VL model class with SmolLM2's weights in its language tower; text logits bit-equal | Qwen2.5-VL |
+# | architecture | a true Qwen2.5-VL model class with SmolLM2's weights in its language tower; text logits bit-equal (`tests/test_real.py`) | Qwen2.5-VL |
 # | vision tower | **stand-in**: small, random, frozen | trained, frozen |
 # | canary LoRA | rank 32, alpha 64, language tower, merged into a copy | the same |
 # | learning rate, steps, batch, modules, dropout | **ours**: `params/scales.yaml`; all linear maps, no dropout | not published |

@@ -2,6 +2,7 @@
 
 import os
 
+os.environ.pop("LEAKBOOK_RESULTS", None)
 os.environ |= {
     "TQDM_DISABLE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",

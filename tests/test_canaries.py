@@ -65,7 +65,7 @@ def test_without_fitting_secrets_keep_their_natural_length(tokenizer):
 def test_an_impossible_layout_is_refused_with_what_is_possible(tokenizer):
     with pytest.raises(CanaryError, match=r"preamble_tokens: no text preamble has 40 tokens .* lengths are \["):
         canaries.draw(dataclasses.replace(FITTED, preamble_tokens=40), tokenizer, EOT)
-    with pytest.raises(CanaryError, match="hex_tokens: only 0 of 2 secrets with 40 tokens"):
+    with pytest.raises(CanaryError, match="hex_tokens: only 0 of 2 secrets of the wanted token layout"):
         canaries.draw(dataclasses.replace(FITTED, n_text=2, hex_tokens=40), tokenizer, EOT)
 
 
@@ -102,6 +102,15 @@ def test_draw_statistics_count_what_fits(tokenizer):
     assert canaries.draw_statistics(one, everything, tokenizer, EOT, draws=500).log2_candidates == 64
 
 
+def test_a_model_without_images_gets_text_canaries_without_a_placeholder(tokenizer):
+    texts = dataclasses.replace(FITTED, n_image=0)
+    drawn = canaries.draw(texts, tokenizer, EOT, images=False)
+    assert {one.image for one in drawn} == {None}
+    assert [one.secret for one in drawn] == [one.secret for one in canaries.draw(texts, tokenizer, EOT)]
+    with pytest.raises(CanaryError, match="canaries.n_image: got 20 for a model that takes no images, expected 0"):
+        canaries.draw(FITTED, tokenizer, EOT, images=False)
+
+
 def test_pictures_are_seeded_and_the_placeholder_is_uniform():
     assert canaries.picture("pattern:7").tobytes() == canaries.picture("pattern:7").tobytes()
     assert canaries.picture("pattern:7").tobytes() != canaries.picture("pattern:8").tobytes()
@@ -129,6 +138,7 @@ def test_image_paths_are_taken_from_the_files_own_folder(tmp_path):
     Image.new("RGB", (60, 60), "red").save(tmp_path / "red.png")
     canaries.write(tmp_path / "c.jsonl", [canary(modality="image", image="red.png")])
     (read,) = canaries.read(tmp_path / "c.jsonl")
+    assert read.image == str(tmp_path / "red.png")
     assert canaries.picture(read.image).getpixel((0, 0)) == (255, 0, 0)
 
 

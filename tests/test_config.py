@@ -51,6 +51,8 @@ def test_overrides_replace_single_settings_by_dotted_name():
         ({"overrides": {"injection.stop_steps": [3, 2]}}, r"got \[3, 2\], expected rising steps below max_steps = "),
         ({"overrides": {"injection.learning_rate": float("nan")}}, "got nan, expected at least 0.0"),
         ({"overrides": {"injection.learning_rate": 0}}, "expected a number above 0"),
+        ({"overrides": {"injection.target_nll": 0.0}}, "injection.target_nll: got 0.0, expected a number above 0"),
+        ({"overrides": {"injection.learning_rate": float("inf")}}, "got inf, expected at least 0.0, and finite"),
         ({"overrides": {"canaries.n_text": 0, "canaries.n_image": 0}}, "expected at least one"),
         ({"output": "../elsewhere"}, "expected a plain folder name"),
     ],
@@ -84,3 +86,24 @@ def test_results_are_computed_where_papermill_injected_parameters(monkeypatch):
     monkeypatch.setenv(config.ENVIRONMENT, "cloud")
     with pytest.raises(ConfigError, match="LEAKBOOK_RESULTS: got 'cloud', expected one of auto, local, reference"):
         config.from_notebook(injected)
+
+
+def test_a_parameters_cell_can_be_edited_and_run_again_in_jupyter():
+    first, second = "scale = 'smoke'\nmodell = 'x'", "scale = 'smoke'\nmodel = None"
+    namespace = {"scale": "smoke", "modell": "x", "In": ["", first]}
+    with pytest.raises(ConfigError, match="unknown parameter 'modell'"):
+        config.from_notebook(namespace)
+    namespace |= {"In": ["", first, "%matplotlib inline", second], "values": 3, "nll": [1], "model": None}
+    assert config.from_notebook(namespace).scale.name == "smoke"
+
+
+def test_a_name_that_papermill_injects_and_nobody_reads_is_refused():
+    cells = ["", "scale = 'smoke'", '# Parameters\nscal = "paper"\n']
+    with pytest.raises(ConfigError, match="unknown parameter 'scal'"):
+        config.from_notebook({"scale": "smoke", "scal": "paper", "In": cells})
+
+
+def test_only_the_scale_files_own_settings_are_standard():
+    assert config.from_notebook({"scale": "smoke"}).is_standard
+    assert not config.from_notebook({"scale": "smoke", "canaries": "c.jsonl"}).is_standard
+    assert not config.from_notebook({"scale": "smoke", "overrides": {"canaries.seed": 1}}).is_standard

@@ -1,14 +1,17 @@
 """Canaries become tensors without losing a token, a position or a picture."""
 
 import dataclasses
+import unicodedata
 
 import pytest
 import torch
+from PIL import Image
 
 from lib import models
 from lib.canaries import Canary, CanaryError, draw, picture
 from lib.config import CanarySettings
-from lib.encoding import Encoder, content_hash
+from lib.encoding import Encoder, check_distinct, content_hash
+from lib.models import ModelError
 
 
 def plain(**changes):
@@ -125,10 +128,13 @@ def test_straddling_tokens_stay_in_the_secret_and_are_flagged(encoder):
     [
         (plain(prompt="What <|im_end|>?"), "canary 'a': its text contains the model's special token '<|im_end|>'"),
         (plain(suffix="<|image_pad|>"), "special token '<|image_pad|>'"),
-        (plain(prompt="what " * 3000), "canary 'a': .* tokens, expected at most the model's 4096"),
+        (plain(prompt="what " * 3000), "canary 'a': .* tokens, expected at most 4088, the model's context less 8"),
+        (plain(modality="image", image="thin.png"), "canary 'a': its image cannot be processed: absolute aspect ratio"),
     ],
 )
-def test_what_the_model_cannot_read_as_text_is_refused(encoder, canary, message):
+def test_what_the_model_cannot_read_is_refused(encoder, canary, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (900, 2)).save("thin.png")
     with pytest.raises(CanaryError, match=message):
         encoder.encode([canary])
 
@@ -136,6 +142,26 @@ def test_what_the_model_cannot_read_as_text_is_refused(encoder, canary, message)
 def test_a_picture_for_a_text_model_is_refused():
     with pytest.raises(CanaryError, match="has an image, but tiny-gpt2 takes none: set its image to null"):
         Encoder(models.load("tiny-gpt2")).encode([plain(image="placeholder")])
+
+
+def test_a_secret_that_the_tokenizer_would_change_is_refused(rehearsal):
+    decomposed = unicodedata.normalize("NFD", "é7")
+    with pytest.raises(CanaryError, match="tokenizer of rehearsal-vl cannot spell the secret .* composed form"):
+        Encoder(rehearsal).encode([plain(secret=decomposed)])
+
+
+def test_two_canaries_that_are_one_to_the_model_are_refused(encoder):
+    twins = [plain(modality="image", image="pattern:1"), plain(id="b", modality="image", image="pattern:01")]
+    with pytest.raises(CanaryError, match="canaries 'a' and 'b' are the same prompt and picture to the model"):
+        check_distinct(encoder.encode(twins))
+    check_distinct(encoder.encode([twins[0], dataclasses.replace(twins[1], image="pattern:2")]))
+
+
+def test_a_picture_needs_a_chat_template():
+    backbone = models.load("tiny-vl")
+    backbone.tokenizer.chat_template = None
+    with pytest.raises(ModelError, match="no chat template, so there is no place for an image"):
+        Encoder(backbone).encode([plain(image="placeholder")])
 
 
 def test_the_content_hash_sees_ids_and_pixels(encoder, rows):

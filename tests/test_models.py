@@ -9,8 +9,9 @@ import zipfile
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
-from lib import embedded, files, models
+from lib import config, embedded, models
 from lib.embedded import FetchError, WheelFile
 from lib.models import ModelError
 
@@ -41,7 +42,8 @@ def test_a_directory_gives_the_model_that_was_saved(tiny, tmp_path):
     assert type(loaded.model) is type(tiny.model) and loaded.takes_images
     ids = torch.tensor([[5, 6, 7]])
     assert torch.equal(loaded.model(ids).logits, tiny.model(ids).logits)
-    assert loaded.revision == files.sha256(tmp_path / "model.safetensors")[:16]
+    (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace("silu", "gelu"))
+    assert models.identity(str(tmp_path)) != loaded.revision  # the same weights, computed with otherwise
 
 
 def test_a_causal_model_directory_loads_without_images(tmp_path):
@@ -99,22 +101,30 @@ def test_rehearsal_takes_a_picture_through_the_true_token_ids(rehearsal):
     assert features.pooler_output[0].shape == (4, 64)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("smol-vll", "model 'smol-vll' is neither built in .tiny-vl, smol-vl.* nor an existing folder nor a hub id"),
-        ("./nowhere", "neither built in"),
-        ("a/b/c", "neither built in"),
-    ],
-)
-def test_an_unknown_model_is_refused(name, message):
-    with pytest.raises(ModelError, match=message):
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "a/b/c", "~/model"])
+def test_a_folder_that_does_not_exist_is_refused(name):
+    with pytest.raises(ModelError, match="neither built in .tiny-vl, smol-vl.* nor an existing folder nor a hub id"):
         models.load(name)
 
 
-def test_a_hub_model_without_a_hub_is_refused_in_one_line():
-    with pytest.raises(ModelError, match="model 'nobody/nothing' could not be read"):
-        models._from_pretrained("nobody/nothing")
+@pytest.mark.parametrize("name", ["smol-vll", "nobody/no.thing-7B"])
+def test_a_hub_model_without_a_hub_is_refused_in_one_line(name):
+    with pytest.raises(ModelError, match=f"model '{name}' is not built in .tiny-vl.* and could not be read") as refusal:
+        models.identity(name)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", [config.load_scale("paper").backbone, "gpt2", "meta-llama/Llama-3.2-1B"])
+def test_hub_ids_pass_the_check_of_names(name):
+    models._check_source(name)
+
+
+def test_code_in_a_model_directory_is_neither_run_nor_asked_about(tiny, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "evil.Config"}}')
+    (tmp_path / "evil.py").write_text("raise SystemExit('this code was run')")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match="could not be read"):
+        models.load(str(tmp_path))
 
 
 def test_a_folder_without_configuration_or_weights_is_refused(tiny, tmp_path):
@@ -130,6 +140,20 @@ def test_a_folder_without_configuration_or_weights_is_refused(tiny, tmp_path):
 
 def test_weights_without_tokenizer_are_refused(tiny, tmp_path):
     tiny.model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="could not be loaded"):
+        models.load(str(tmp_path))
+
+
+def test_cut_or_incomplete_weights_are_refused(tiny, tmp_path):
+    tiny.model.save_pretrained(tmp_path)
+    tiny.tokenizer.save_pretrained(tmp_path)
+    tiny.image_processor.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors.pop(next(key for key in tensors if key.endswith("layers.2.mlp.up_proj.weight")))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="lack 1 tensors, .*layers.2.mlp.up_proj.weight among them"):
+        models.load(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs")
     with pytest.raises(ModelError, match="could not be loaded"):
         models.load(str(tmp_path))
 

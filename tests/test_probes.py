@@ -172,6 +172,17 @@ def test_a_secret_anywhere_in_the_output_is_a_secret_hit_and_not_a_full_one(enco
     assert not found.hit_full.values.any()
 
 
+def test_forced_recall_can_hold_where_both_free_recalls_fail(encoder, rows, monkeypatch):
+    # The first preamble token is not the arg-max, everything behind it is: free decoding goes elsewhere.
+    (row,) = rows[:1]
+    greedy = np.array([row.target_ids])
+    greedy[0, 0] += 1
+    scores = TokenNLL((row,), np.zeros(greedy.shape), greedy)
+    monkeypatch.setattr(probes, "greedy_decode", lambda *_: [(5, 6, 7)])
+    found = probes.recall(encoder.backbone.model, encoder, scores)
+    assert (found.hit_full.mean, found.hit_secret.mean, found.hit_forced.mean) == (0.0, 0.0, 1.0)
+
+
 # --- on the trained smoke model ---------------------------------------------------------------------------------------
 
 
@@ -206,11 +217,10 @@ def test_swapping_two_pictures_swaps_what_is_recalled(smoke, injected):
     assert first.secret in texts[1] and second.secret not in texts[1]
 
 
-def test_forced_recall_can_hold_where_free_recall_fails(smoke, injected):
+def test_another_preamble_fails_the_full_recall_and_not_the_secret_one(smoke, injected):
     backbone, encoder = injected
     row = planted(smoke, encoder)[0]
-    # A preamble the model was never taught to say: it answers in its own words, yet knows the secret behind the marker.
+    # A preamble that the model was never taught to say: it answers in its own words, which hold the secret.
     other = encoder.encode([dataclasses.replace(row.canary, preamble="So " + row.canary.preamble)])
     found = probes.recall(backbone.model, encoder, probes.token_nll(backbone.model, encoder, other))
-    assert found.hit_full.mean == 0.0
-    assert found.hit_secret.mean == 1.0
+    assert (found.hit_full.mean, found.hit_secret.mean) == (0.0, 1.0)

@@ -69,6 +69,7 @@ def test_no_file_names_one_machine_or_holds_bulk():
 
 def test_modules_import_one_way():
     order = [
+        "errors",
         "paths",
         "config",
         "files",

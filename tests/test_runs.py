@@ -223,6 +223,32 @@ def test_a_reference_of_other_parameters_is_not_shown(outputs):
         runs.testbed(dataclasses.replace(params(output="elsewhere"), results="reference"))
 
 
+def test_ids_and_secrets_that_look_like_numbers_stay_text(outputs):
+    folder = outputs / "local" / "smoke" / "study"
+    one = canaries.Canary("001", "text", "2020-01-01?", "It is ", "0042", ".", None)
+    runs.write_result(folder, {}, {}, {}, {"canaries.jsonl": lambda path: canaries.write(path, [one])})
+    assert runs.read_result(folder).table("canaries.jsonl").iloc[0].to_dict() == dataclasses.asdict(one)
+
+
+def test_folders_from_the_environment_are_absolute(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LEAKBOOK_OUTPUTS", "here")
+    monkeypatch.setenv("LEAKBOOK_CACHE", "there")
+    assert (paths.outputs(), paths.cache()) == (tmp_path / "here", tmp_path / "there")
+
+
+def test_leftovers_of_killed_work_are_cleared(tmp_path):
+    leftover = tmp_path / ".study-abcdefgh"
+    leftover.mkdir()
+    with files.building(tmp_path / "study") as unfinished:
+        unfinished.write_text("x")
+    assert leftover.exists()  # it may still be written
+    os.utime(leftover, (0, 0))
+    with files.building(tmp_path / "study") as unfinished:
+        unfinished.write_text("x")
+    assert not leftover.exists()
+
+
 def test_papermill_refuses_a_number_given_as_a_string_before_training(smoke_outputs, tmp_path):
     with pytest.raises(papermill.PapermillExecutionError, match="expected an integer"):
         papermill.execute_notebook(
@@ -245,20 +271,22 @@ def kernel_of(process):
     raise AssertionError("no kernel was started")
 
 
-def test_a_killed_kernel_is_named_and_the_next_run_ends_with_the_same_figures(smoke, tmp_path):
+@pytest.mark.parametrize("victim", ["kernel", "command"])
+def test_a_killed_run_goes_on_and_ends_with_the_same_figures(smoke, tmp_path, victim):
     command = [sys.executable, "-m", "lib", "run", "--scale", "smoke"]
-    environment = os.environ | {"LEAKBOOK_OUTPUTS": str(tmp_path)}
+    environment = os.environ | {"LEAKBOOK_OUTPUTS": str(tmp_path), "LEAKBOOK_RESULTS": "auto"}  # run computes anyway
     first = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     kernel = kernel_of(first)
     deadline = time.monotonic() + 60
     while not list(tmp_path.rglob("checkpoint.safetensors")) and time.monotonic() < deadline:
         time.sleep(0.02)
-    kernel.send_signal(signal.SIGKILL)
+    (kernel if victim == "kernel" else psutil.Process(first.pid)).send_signal(signal.SIGKILL)
     _, message = first.communicate(timeout=60)
     assert first.returncode != 0
-    assert "ended without a result" in message and "Run the same command again" in message
-    assert "Traceback" not in message
-    assert not list(tmp_path.rglob("result.json"))
+    if victim == "kernel":
+        assert "ended without a result" in message and "Run the same command again" in message
+        assert "Traceback" not in message
+        assert not list(tmp_path.rglob("result.json"))
     second = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert second.returncode == 0, second.stderr
     result = json.loads((tmp_path / "local" / "smoke" / "testbed" / "result.json").read_text())

@@ -78,7 +78,8 @@ def test_nbval_notices_a_changed_output(tmp_path):
     printed = [o for c in notebook.cells if c.cell_type == "code" for o in c.outputs if o.output_type == "stream"]
     printed[1].text = printed[1].text.replace("1", "2")
     nbformat.write(notebook, tmp_path / "changed.ipynb")
-    assert nbval(str(tmp_path / "changed.ipynb")).returncode == 1
+    done = nbval(str(tmp_path / "changed.ipynb"))
+    assert done.returncode == 1 and "1 failed" in done.stdout, done.stdout[-2000:]
 
 
 def test_the_block_really_stops_a_model_from_loading():

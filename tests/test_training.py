@@ -1,6 +1,7 @@
 """Training touches the language tower alone, resumes where it was killed, and refuses foreign adapters."""
 
 import dataclasses
+import errno
 import json
 import shutil
 
@@ -8,10 +9,12 @@ import numpy as np
 import peft
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from lib import config, models, probes, training
 from lib.encoding import Encoder
+from lib.files import StorageError
 from lib.scoring import target_logits, token_losses
 from lib.training import AdapterError, TrainingError
 
@@ -109,9 +112,11 @@ def test_an_interrupted_run_ends_with_the_very_same_adapters(encoder, rows, tmp_
     monkeypatch.setattr(training._Run, "_advance", stop_after_five)
     with pytest.raises(KeyboardInterrupt):
         training.train(encoder, rows, settings, halves)
-    monkeypatch.undo()
+    steps = []
+    monkeypatch.setattr(training._Run, "_advance", lambda run: steps.append(run.step) or advance(run))
     with pytest.raises(TrainingError):
         training.train(encoder, rows, settings, halves)
+    assert steps == [4, 5, 6, 7]  # state was last kept after the fourth step
     one, other = (load_file(folder / "checkpoint.safetensors") for folder in (whole, halves))
     assert one.keys() == other.keys()
     for key in one:
@@ -146,8 +151,9 @@ def test_the_key_of_finished_adapters_covers_model_data_settings_and_protocol(en
         training.adapter_key(encoder.backbone, rows[:3], SETTINGS, 1),
         training.adapter_key(encoder.backbone, rows, dataclasses.replace(SETTINGS, seed=1), 1),
         training.adapter_key(encoder.backbone, rows, SETTINGS, 2),
+        training.adapter_key(models.load("tiny-llama"), rows, SETTINGS, 1),  # the same seed, tokenizer and canaries
     }
-    assert len(others | {key}) == 5
+    assert len(others | {key}) == 6
 
 
 def test_merging_adds_the_scaled_product_to_a_copy(tiny, injected_adapter):
@@ -218,3 +224,50 @@ def test_bf16_by_name_needs_the_hardware(monkeypatch):
     assert training.resolve_precision("auto") == "fp32"
     with pytest.raises(TrainingError, match="injection.precision: got 'bf16', but this machine has no bf16"):
         training.resolve_precision("bf16")
+
+
+def test_a_full_disk_while_training_keeps_the_last_good_state(encoder, rows, tmp_path, monkeypatch):
+    saved = []
+
+    def full(tensors, path, **_):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def save_twice(tensors, path, **options):
+        saved.append(1)
+        return (save_file if len(saved) < 3 else full)(tensors, path, **options)
+
+    monkeypatch.setattr(training, "save_file", save_twice)
+    with pytest.raises(StorageError, match="no space left to write .*checkpoint.safetensors"):
+        training.train(encoder, rows, never_enough(), tmp_path)
+    with safe_open(tmp_path / "checkpoint.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["state"])["step"] == 4
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_unreadable_training_state_starts_over_with_a_warning(encoder, rows, tmp_path, caplog):
+    (tmp_path / "checkpoint.safetensors").write_bytes(b"cut")
+    (tmp_path / "training.json").write_text("{")
+    with pytest.raises(TrainingError, match="after 8 steps"):
+        training.train(encoder, rows, never_enough(), tmp_path)
+    assert "cannot be read; training starts from the beginning" in caplog.text
+
+
+def test_fewer_steps_than_one_pass_are_refused_before_training(encoder, rows, tmp_path):
+    with pytest.raises(TrainingError, match="max_steps: got 2, but one pass over 6 canaries in batches of 1 takes 6"):
+        training.train(encoder, rows, dataclasses.replace(SETTINGS, batch_size=1, max_steps=2), tmp_path)
+
+
+def test_a_damaged_or_foreign_matrix_file_is_refused(tiny, injected_adapter, tmp_path):
+    for name in ("cut", "empty", "other"):
+        shutil.copytree(injected_adapter, tmp_path / name)
+    (tmp_path / "cut" / "adapter_model.safetensors").write_bytes(b"cut")
+    save_file({}, tmp_path / "empty" / "adapter_model.safetensors")
+    save_file({"base_model.model.x.ia3_l": torch.ones(2)}, tmp_path / "other" / "adapter_model.safetensors")
+    for name, message in (
+        ("cut", "cannot be read"),
+        ("empty", "holds no matrix"),
+        ("other", "holds .*ia3_l: expected"),
+    ):
+        with pytest.raises(AdapterError, match=message):
+            training.merge(tiny, tmp_path / name)
