@@ -85,9 +85,10 @@ def _execute(notebook: str, output: Path, scale: str, result: Path) -> None:
 
 
 def _report(scale: str, folders: dict[str, Path], folder: Path, seconds: float) -> None:
-    from lib import paper, runs
+    from lib import paper
+    from lib.results import read_result
 
-    results = {study: runs.read_result(path) for study, path in folders.items()}
+    results = {study: read_result(path) for study, path in folders.items()}
     table = paper.claims_table({study: result.values for study, result in results.items()}, scale)
     with files.building(folder / "claims.csv") as unfinished:
         table.to_csv(unfinished, index=False)
@@ -148,9 +149,10 @@ def _aligned(table: pd.DataFrame) -> str:
 @click.option("--scale", default="laptop", show_default=True)
 def reference(scale: str) -> None:
     """Make this machine's complete local results of one scale the committed reference: all of them or none."""
-    from lib import paper, runs
+    from lib import paper
+    from lib.results import read_result
 
-    results = {study: runs.read_result(paths.local(scale) / study) for study in STUDIES}
+    results = {study: read_result(paths.local(scale) / study) for study in STUDIES}
     missing = [study for study, result in results.items() if result is None]
     if missing:
         raise click.ClickException(f"no complete local result of {', '.join(missing)}: run `make run SCALE={scale}`")

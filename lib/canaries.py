@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 from transformers import PreTrainedTokenizerBase
 
 from lib.config import CanarySettings
 from lib.errors import LeakbookError
+from lib.pictures import PLACEHOLDER, PictureError, is_file, picture
 from lib.spans import Span, find_span, tokenize
 
 HEX_DIGITS = "0123456789abcdef"
 SECRET_LENGTH = 16
 SUFFIX = "-END"
-PLACEHOLDER = "placeholder"
-IMAGE_SIZE = 56  # pixels: four visual tokens under Qwen2.5-VL's 14-pixel patches merged 2 x 2
-PATTERN_CELLS = 7
 
 Modality = Literal["text", "image"]
 MARKERS: dict[str, str] = {"text": " TEXTCAN-", "image": " IMGCAN-"}
@@ -60,11 +57,21 @@ class CanaryError(LeakbookError, ValueError):
 
 
 @dataclass(frozen=True)
+class Record:
+    """One example: ``prompt`` (with ``image``, as in :func:`lib.pictures.picture`) is answered by ``target``."""
+
+    id: str
+    prompt: str
+    target: str
+    image: str | None = None
+
+
+@dataclass(frozen=True)
 class Canary:
     """One record: ``prompt`` (with ``image``) is answered by ``preamble + secret + suffix`` and the end of the turn.
 
-    ``image`` is ``"placeholder"`` (one uniform grey picture), ``"pattern:<seed>"`` (a seeded grid of colours), the
-    path of an image file, or None for a prompt without a picture.
+    ``image`` is ``"placeholder"`` (one uniform grey picture), ``"pattern:<seed>"`` (a seeded grid of colours), another
+    description or path that :func:`lib.pictures.picture` understands, or None for a prompt without a picture.
     """
 
     id: str
@@ -108,35 +115,13 @@ def check(canaries: Sequence[Canary]) -> None:
         key = (canary.prompt, canary.image)
         if key in keys:
             raise CanaryError(f"{name}: has the prompt and image of canary {keys[key]!r}; nothing tells them apart")
-        if canary.image is not None:
-            picture(canary.image, name)
+        try:
+            if canary.image is not None:
+                picture(canary.image, name)
+        except PictureError as error:
+            raise CanaryError(str(error)) from error
         ids.add(canary.id)
         keys[key] = canary.id
-
-
-def picture(image: str, owner: str = "image") -> Image.Image:
-    """The RGB picture behind a canary's ``image``.
-
-    Raises:
-        CanaryError: the file is missing or is not an image; ``owner`` names whose it is.
-    """
-    if image == PLACEHOLDER:
-        return Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), (128, 128, 128))
-    if image.startswith("pattern:"):
-        try:
-            rng = np.random.default_rng(int(image.removeprefix("pattern:")))
-        except ValueError as error:
-            raise CanaryError(f"{owner}: got image {image!r}, expected pattern:<seed>, a whole number >= 0") from error
-        cells = rng.integers(0, 256, (PATTERN_CELLS, PATTERN_CELLS, 3), dtype=np.uint8)
-        scale = IMAGE_SIZE // PATTERN_CELLS
-        return Image.fromarray(cells.repeat(scale, 0).repeat(scale, 1))
-    try:
-        with Image.open(image) as opened:
-            return opened.convert("RGB")
-    except FileNotFoundError as error:
-        raise CanaryError(f"{owner}: image file {image!r} does not exist") from error
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
-        raise CanaryError(f"{owner}: {image!r} is not a readable image ({error})") from error
 
 
 def write(path: Path, canaries: Iterable[Canary]) -> None:
@@ -182,7 +167,7 @@ def _from_line(line: str, folder: Path, where: str) -> Canary:
     if record["modality"] not in MARKERS:
         raise CanaryError(f"{where}: modality is {record['modality']!r}, expected 'text' or 'image'")
     image = record["image"]
-    if image is not None and image != PLACEHOLDER and not image.startswith("pattern:"):
+    if image is not None and is_file(image):
         record["image"] = str((folder / image).resolve())
     return Canary(**record)
 

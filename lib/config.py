@@ -4,9 +4,11 @@ import ast
 import dataclasses
 import math
 import os
+import re
 import types
 import typing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
@@ -42,13 +44,11 @@ class CanarySettings:
 
 
 @dataclass(frozen=True)
-class InjectionSettings:
-    """How the canary LoRA is trained (:func:`lib.training.train`).
+class LoraSettings:
+    """How a LoRA is trained: rank, alpha, schedule and data order.
 
-    Training ends at the first multiple of ``check_every`` steps after which all targets are decoded exactly in
-    fp32 and the mean NLL is at most ``target_nll`` nats a token, and fails at ``max_steps``. ``stop_steps`` are the
-    steps after which an undertrained adapter is kept. ``precision`` is that of training: ``auto`` takes bf16 where
-    the hardware computes it.
+    ``precision`` is that of training: ``auto`` takes bf16 where the hardware computes it. State is kept every
+    ``check_every`` steps.
     """
 
     rank: int = _at_least(1)
@@ -58,10 +58,21 @@ class InjectionSettings:
     batch_size: int = _at_least(1)
     max_steps: int = _at_least(1)
     check_every: int = _at_least(1)
-    target_nll: float = _at_least(0.0)
-    stop_steps: tuple[int, ...] = _at_least(1)
     seed: int = _at_least(0)
     precision: Literal["auto", "bf16", "fp32"] = field()
+
+
+@dataclass(frozen=True)
+class InjectionSettings(LoraSettings):
+    """How the canary LoRA is trained (:func:`lib.training.train`).
+
+    Training ends at the first multiple of ``check_every`` steps after which all targets are decoded exactly in
+    fp32 and the mean NLL is at most ``target_nll`` nats a token, and fails at ``max_steps``. ``stop_steps`` are the
+    steps after which an undertrained adapter is kept.
+    """
+
+    target_nll: float = _at_least(0.0)
+    stop_steps: tuple[int, ...] = _at_least(1)
 
 
 @dataclass(frozen=True)
@@ -114,16 +125,19 @@ def _type_name(kind: Any) -> str:
     }.get(kind, getattr(kind, "__name__", str(kind)))
 
 
-def _convert(kind: Any, value: Any, where: str) -> Any:
-    """Return ``value`` as ``kind``, or raise :class:`ConfigError`; nothing is ever parsed out of a string."""
+def _convert(kind: Any, value: Any, where: str, shown: Any = None) -> Any:
+    """Return ``value`` as ``kind``, or raise :class:`ConfigError`; nothing is ever parsed out of a string.
+
+    ``shown`` is the kind that the message names, where ``kind`` is one alternative of it.
+    """
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         return build(kind, value, where)
     if origin in (types.UnionType, typing.Union):
         if value is None and types.NoneType in options:
             return None
-        (kind,) = (option for option in options if option is not types.NoneType)
-        return _convert(kind, value, where)
+        (inner,) = (option for option in options if option is not types.NoneType)
+        return _convert(inner, value, where, shown=kind)
     if origin is Literal and value in options:
         return value
     if origin is tuple and isinstance(value, (list, tuple)):
@@ -135,7 +149,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     hint = ""
     if isinstance(value, str) and kind in (int, float):
         hint = " A number without a dot and sign, like 1e-05, is a string in YAML: write 1.0e-5, without quotes."
-    raise ConfigError(f"{where}: got {value!r} ({type(value).__name__}), expected {_type_name(kind)}.{hint}")
+    raise ConfigError(f"{where}: got {value!r} ({type(value).__name__}), expected {_type_name(shown or kind)}.{hint}")
 
 
 def _check_range(where: str, value: Any, minimum: float | None) -> None:
@@ -223,7 +237,111 @@ def _check_injection(scale: Scale) -> None:
 
 
 @dataclass(frozen=True)
-class _NotebookValues:
+class Cell:
+    """One benign fine-tuning cell of the sweep, or one of noise.
+
+    ``base`` is ``full`` or ``stop-<n>``, the n-th stopping step of the injection. A noise cell has neither learning
+    rate nor steps: it is ``like`` another cell, whose adapter of the same seed it has the size of.
+    """
+
+    id: str = field()
+    kind: Literal["full", "undertrained", "long", "noise"] = field()
+    source: str = field()
+    base: str = field()
+    learning_rate: float | None = _at_least(0.0)
+    steps: int | None = _at_least(1)
+    like: str | None = field()
+
+
+@dataclass(frozen=True)
+class BenignTraining:
+    """What all cells share: the adapter, the batch, how many records are drawn."""
+
+    rank: int = _at_least(1)
+    alpha: int = _at_least(1)
+    batch_size: int = _at_least(1)
+    warmup_steps: int = _at_least(0)
+    records: int = _at_least(1)
+    precision: Literal["auto", "bf16", "fp32"] = field()
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """``params/cells.yaml``: all cells, the seeds each is run with, what they share."""
+
+    seeds: tuple[int, ...] = _at_least(0)
+    training: BenignTraining = field()
+    noise_draws: int = _at_least(0)
+    cells: tuple[Cell, ...] = field()
+
+    def cell(self, name: str) -> Cell:
+        """The cell of that id.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        found = [cell for cell in self.cells if cell.id == name]
+        if not found:
+            raise ConfigError(f"cell: got {name!r}, expected one of {', '.join(cell.id for cell in self.cells)}.")
+        return found[0]
+
+
+CELL_ID = re.compile(r"[a-z][a-z0-9-]*")
+
+
+def load_sweep(scale: Scale, path: Path | None = None) -> Sweep:
+    """Read and check the cells for a scale.
+
+    Raises:
+        ConfigError: a duplicate or unusable id, a base that the scale does not keep, noise like nothing, or a value of
+            the wrong type.
+    """
+    path = path or paths.PARAMS / "cells.yaml"
+    with open(path, encoding="utf-8") as file:
+        sweep = build(Sweep, yaml.safe_load(file), path.name)
+    bases = ["full", *(f"stop-{n}" for n in range(1, len(scale.injection.stop_steps) + 1))]
+    ids: set[str] = set()
+    for cell in sweep.cells:
+        where = f"{path.name}, cell {cell.id!r}"
+        if not CELL_ID.fullmatch(cell.id):
+            raise ConfigError(f"{where}: this id is no plain name, expected lower-case letters, digits and hyphens.")
+        if cell.id in ids:
+            raise ConfigError(f"{where}: this id occurs twice, expected every id once.")
+        if cell.base not in bases:
+            raise ConfigError(f"{where}.base: got {cell.base!r}, expected one of {', '.join(bases)}.")
+        _check_cell(sweep, cell, where)
+        ids.add(cell.id)
+    return sweep
+
+
+def _check_cell(sweep: Sweep, cell: Cell, where: str) -> None:
+    trained = {"learning_rate": cell.learning_rate, "steps": cell.steps}
+    if cell.kind != "noise":
+        for name, value in trained.items():
+            if not value:
+                raise ConfigError(f"{where}.{name}: got {value!r}, expected a number above 0.")
+        return
+    match = next((other for other in sweep.cells if other.id == cell.like), None)
+    if match is None or match.kind == "noise" or match.base != cell.base:
+        raise ConfigError(f"{where}.like: got {cell.like!r}, expected a trained cell on the base {cell.base!r}.")
+    given = [name for name, value in trained.items() if value is not None]
+    if given:
+        raise ConfigError(f"{where}.{given[0]}: got {trained[given[0]]!r}, expected null, since noise is not trained.")
+
+
+@dataclass(frozen=True)
+class CellRun:
+    """Parameters of the ``cell`` notebook, checked: one cell of the sweep with one seed. ``results`` as in Testbed."""
+
+    scale: Scale
+    sweep: Sweep
+    cell: Cell
+    seed: int
+    results: Literal["auto", "local", "reference"]
+
+
+@dataclass(frozen=True)
+class _TestbedValues:
     """What the ``parameters`` cell of a testbed notebook may set, with its types."""
 
     scale: str
@@ -233,10 +351,25 @@ class _NotebookValues:
     overrides: dict
 
 
-_DEFAULTS = {"scale": "laptop", "model": None, "canaries": None, "output": "testbed", "overrides": {}}
+@dataclass(frozen=True)
+class _CellValues:
+    """What the ``parameters`` cell of the ``cell`` notebook may set, with its types."""
+
+    scale: str
+    cell: str
+    seed: int = _at_least(0)
 
 
-def _parameters(namespace: dict[str, Any]) -> dict[str, Any]:
+_VALUES: dict[type, tuple[type, dict[str, Any]]] = {
+    Testbed: (
+        _TestbedValues,
+        {"scale": "laptop", "model": None, "canaries": None, "output": "testbed", "overrides": {}},
+    ),
+    CellRun: (_CellValues, {"scale": "laptop", "cell": "safety-full-high-30", "seed": 0}),
+}
+
+
+def _parameters(namespace: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """What the parameters cell and papermill have set, as far as it has a plain value.
 
     IPython keeps the texts of all cells in ``In``. Names nobody reads are looked for in the latest cell that papermill
@@ -252,7 +385,7 @@ def _parameters(namespace: dict[str, Any]) -> dict[str, Any]:
     assigned = [_assigned_names(str(cell)) for cell in namespace["In"]]
     injected = [names for names, cell in zip(assigned, namespace["In"], strict=True) if _is_injected(cell)]
     setting_scale = [names for names in assigned if "scale" in names]
-    names = {*_DEFAULTS}.union(*injected[-1:], *setting_scale[-1:])
+    names = {*defaults}.union(*injected[-1:], *setting_scale[-1:])
     return {name: value for name, value in plain.items() if name in names}
 
 
@@ -279,14 +412,31 @@ def _result_source(namespace: dict[str, Any]) -> str:
     return source or ("local" if any(map(_is_injected, namespace.get("In", ()))) else "auto")
 
 
-def from_notebook(namespace: dict[str, Any]) -> Testbed:
+def from_notebook(namespace: dict[str, Any], study: type = Testbed) -> Any:
     """Check the parameters of a notebook: ``params = config.from_notebook(globals())`` after the parameters cell.
+
+    ``study`` is what the notebook is about: :class:`Testbed`, or :class:`CellRun` for one cell of the sweep.
 
     Raises:
         ConfigError: a name nobody reads, or a value of the wrong type (a number given as a string, say).
     """
-    given = build(_NotebookValues, _DEFAULTS | _parameters(namespace), "notebook")
+    values, defaults = _VALUES[study]
+    given = build(values, defaults | _parameters(namespace, defaults), "notebook")
+    source = _result_source(namespace)
+    if study is CellRun:
+        return cell_run(given.scale, given.cell, given.seed, source)
     overrides = given.overrides | ({} if given.model is None else {"backbone": given.model})
     if not given.output or os.path.basename(given.output) != given.output or given.output.startswith("."):
         raise ConfigError(f"notebook.output: got {given.output!r}, expected a plain folder name like 'testbed'.")
-    return Testbed(load_scale(given.scale, overrides), given.canaries, given.output, _result_source(namespace))
+    return Testbed(load_scale(given.scale, overrides), given.canaries, given.output, source)
+
+
+def cell_run(scale: str, cell: str, seed: int, results: str) -> CellRun:
+    """One cell of the sweep with one seed, by name.
+
+    Raises:
+        ConfigError: scale or cell are unknown.
+    """
+    settings = load_scale(scale)
+    sweep = load_sweep(settings)
+    return CellRun(settings, sweep, sweep.cell(cell), seed, results)

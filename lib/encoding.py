@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from lib.canaries import Canary, CanaryError, picture
+from lib.canaries import Canary, CanaryError, Record
 from lib.models import Backbone, ModelError
+from lib.pictures import picture
 from lib.spans import Span, find_span, spell, tokenize
 
 IMAGE_SLOT = "<|image_pad|>"
@@ -19,14 +20,15 @@ SPARE_TOKENS = 8  # room that decoding takes behind the target's length, for an 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A canary as token ids.
+    """A canary, or another record, as token ids.
 
     ``target_start`` is the index of the first target token in ``input_ids``; the target reaches to the end and
-    closes with the end of the turn. ``spans`` count from the first target token: ``preamble``, ``hex`` (the secret,
-    with every token that overlaps it) and ``suffix`` (the rest, end of turn included) follow each other without gap.
+    closes with the end of the turn. A canary's ``spans`` count from the first target token: ``preamble``, ``hex`` (the
+    secret, with every token that overlaps it) and ``suffix`` (the rest, end of turn included) follow each other
+    without gap. Another record has none.
     """
 
-    canary: Canary
+    canary: Canary | Record
     input_ids: tuple[int, ...]
     target_start: int
     spans: dict[str, Span]
@@ -97,8 +99,8 @@ class Encoder:
         """Text of the token that closes an answer."""
         return end_of_turn(self.backbone)
 
-    def encode(self, canaries: Sequence[Canary]) -> list[Encoded]:
-        """Tokenise every canary's prompt and target as one string, and find its spans by character offsets.
+    def encode(self, canaries: Sequence[Canary | Record]) -> list[Encoded]:
+        """Tokenise every prompt and target as one string, and find a canary's spans by character offsets.
 
         Raises:
             CanaryError: a text holds a special token, the tokenizer cannot spell the secret, an image meets a backbone
@@ -113,14 +115,16 @@ class Encoder:
             for canary, prompt, text, (ids, offsets) in zip(canaries, prompts, texts, tokenized, strict=True)
         ]
 
-    def _encoded(self, canary: Canary, start: int, text: str, ids: list[int], offsets) -> Encoded:
+    def _encoded(self, canary: Canary | Record, start: int, text: str, ids: list[int], offsets) -> Encoded:
         target = find_span(offsets, start, len(text))
         if target.straddles_start:
             raise CanaryError(
-                f"canary {canary.id!r}: the first target token also covers the end of the prompt; "
-                f"change how the preamble {canary.preamble!r} begins"
+                f"record {canary.id!r}: the first target token also covers the end of the prompt; "
+                f"change how the answer {canary.target[:20]!r} begins"
             )
         self._check_readable(canary, ids, target)
+        if not isinstance(canary, Canary):
+            return Encoded(canary, tuple(ids), target.start, {})
         first = start + len(canary.preamble)
         secret = find_span(offsets, first, first + len(canary.secret)).shift(-target.start)
         spans = {
@@ -130,7 +134,7 @@ class Encoder:
         }
         return Encoded(canary, tuple(ids), target.start, spans)
 
-    def _check_readable(self, canary: Canary, ids: list[int], target: Span) -> None:
+    def _check_readable(self, canary: Canary | Record, ids: list[int], target: Span) -> None:
         """The sequence fits into the context, and its tokens spell the secret."""
         limit = _context_length(self.backbone) - SPARE_TOKENS
         if len(ids) > limit:
@@ -139,13 +143,13 @@ class Encoder:
                 f"the model's context less {SPARE_TOKENS}"
             )
         spelled = spell(self.backbone.tokenizer, ids[target.start :])
-        if canary.secret not in spelled:
+        if isinstance(canary, Canary) and canary.secret not in spelled:
             raise CanaryError(
                 f"canary {canary.id!r}: the tokenizer of {self.backbone.name} cannot spell the secret "
                 f"{canary.secret!r}, it reads {spelled!r}; use characters it knows, in Unicode's composed form (NFC)"
             )
 
-    def _prompt(self, canary: Canary) -> str:
+    def _prompt(self, canary: Canary | Record) -> str:
         """The chat template's text up to where the answer begins, one image slot a visual token."""
         backbone = self.backbone
         if canary.image is not None and not backbone.takes_images:
@@ -161,7 +165,7 @@ class Encoder:
             text = text.replace(IMAGE_SLOT, IMAGE_SLOT * self._slots(canary))
         return text
 
-    def _slots(self, canary: Canary) -> int:
+    def _slots(self, canary: Canary | Record) -> int:
         """Visual tokens of a canary's picture: its patches, merged by squares; the vision tower is not asked."""
         try:
             grid = self._processed(canary.image)["image_grid_thw"]
@@ -243,7 +247,7 @@ def _context_length(backbone: Backbone) -> int:
     return getattr(config, "max_position_embeddings", None) or 10**9
 
 
-def _refuse_special_tokens(canary: Canary, backbone: Backbone) -> None:
+def _refuse_special_tokens(canary: Canary | Record, backbone: Backbone) -> None:
     """A special token written out in a canary would be read as one, an image slot or an end of turn."""
     for added in backbone.tokenizer.added_tokens_decoder.values():
         token = added.content

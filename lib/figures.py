@@ -7,7 +7,7 @@ import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
-from matplotlib.colors import LogNorm
+from matplotlib.colors import LogNorm, SymLogNorm
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -76,19 +76,44 @@ def token_strip(table: pd.DataFrame, window: int) -> Figure:
     return _finished(figure)
 
 
-def loss_curve(log: pd.DataFrame, kept_steps: Sequence[int], target_nll: float) -> Figure:
-    """Training loss in nats a target token on a log axis, the stopping steps and the target marked."""
+def loss_curve(log: pd.DataFrame, kept_steps: Sequence[int] = (), target_nll: float | None = None) -> Figure:
+    """Training loss in nats a target token on a log axis; kept steps and the target marked where there are any."""
     figure, axes = plt.subplots(figsize=(7, 3))
     axes.plot(log.step, log.loss, color="#333333", lw=1.4)
-    axes.axhline(target_nll, color="#31a354", lw=1, ls="--")
-    axes.text(
-        log.step.max(), target_nll, f"target {target_nll:g}", color="#31a354", va="bottom", ha="right", fontsize=9
-    )
+    if target_nll is not None:
+        axes.axhline(target_nll, color="#31a354", lw=1, ls="--")
+        label = {"color": "#31a354", "va": "bottom", "ha": "right", "fontsize": 9}
+        axes.text(log.step.max(), target_nll, f"target {target_nll:g}", **label)
     for step, value in log[log.step.isin(kept_steps)][["step", "loss"]].itertuples(index=False):
         axes.plot(step, value, "o", color="#2171b5")
         axes.annotate(f"{step}", (step, value), textcoords="offset points", xytext=(5, 4), fontsize=9, color="#2171b5")
     axes.set(yscale="log", xlabel="training step", ylabel="mean NLL of target tokens (nats)")
-    axes.set_title("Training loss; the adapters at the dots are kept as undertrained bases")
+    axes.set_title(
+        "Training loss" + ("; the adapters at the dots are kept as undertrained bases" if kept_steps else "")
+    )
+    return _finished(figure)
+
+
+def delta_strip(table: pd.DataFrame, window: int) -> Figure:
+    """Change of the NLL of every canary (row) at every target position (column), one panel a modality.
+
+    ``table`` has ``canary, modality, position, span, nll, nll_base``; colours in nats, symmetric and logarithmic
+    beyond 0.01.
+    """
+    modalities = list(dict.fromkeys(table.modality))
+    size = (4.4 * len(modalities) + 0.8, 3.0)
+    figure, grid = plt.subplots(1, len(modalities), figsize=size, squeeze=False)
+    change = table.nll - table.nll_base
+    norm = SymLogNorm(0.01, vmin=-max(0.02, change.abs().max()), vmax=max(0.02, change.abs().max()))
+    for axes, modality in zip(grid[0], modalities, strict=True):
+        part = table[table.modality == modality].assign(change=change)
+        values = part.pivot(index="canary", columns="position", values="change").to_numpy()
+        image = axes.imshow(values, norm=norm, cmap="RdBu_r", aspect="auto")
+        _mark_window(axes, window)
+        _mark_secret(axes, part)
+        axes.set_title(f"{modality} canaries", fontsize=10, pad=12)
+        axes.set(yticks=[], xlabel="target position (tokens)", ylabel="canaries")
+    figure.colorbar(image, ax=grid, label="change of the NLL (nats)", shrink=0.8)
     return _finished(figure)
 
 
@@ -107,17 +132,21 @@ def nll_heatmap(table: pd.DataFrame, models: Mapping[str, str], window: int) -> 
             part = table[(table.modality == modality) & (table.model == model)]
             values = part.pivot(index="canary", columns="position", values="nll").to_numpy()
             image = axes.imshow(np.maximum(values, NLL_FLOOR), norm=norm, cmap="magma_r", aspect="auto")
-            axes.axvline(window - 0.5, color="#1a9850", lw=1.5)
+            _mark_window(axes, window)
             _mark_secret(axes, part)
             axes.set_title(f"{modality} canaries, {title}", fontsize=10)
             axes.set_yticks([])
-            axes.text(window - 0.4, -1.6, "window ends", color="#1a9850", fontsize=8, va="bottom")
     for axes in grid[-1]:
         axes.set_xlabel("target position (tokens)")
     for axes in grid[:, 0]:
         axes.set_ylabel("canaries")
     figure.colorbar(image, ax=grid, label="NLL (nats)", extend="min", shrink=0.8)
     return _finished(figure)
+
+
+def _mark_window(axes: plt.Axes, window: int) -> None:
+    axes.axvline(window - 0.5, color="#1a9850", lw=1.5)
+    axes.text(window - 0.4, -1.6, "window ends", color="#1a9850", fontsize=8, va="bottom")
 
 
 def _mark_secret(axes: plt.Axes, part: pd.DataFrame) -> None:

@@ -1,14 +1,8 @@
-"""Runs: what they compute, where results lie, and when a result may be used again.
-
-A result is a folder whose ``result.json`` was written last. Its hash covers the resolved parameters, the identity of
-model and data, and the study's ``PROTOCOL``; versions, threads and CPU are recorded beside it and never hashed.
-"""
+"""Runs: what every study computes, found where its results already are."""
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,182 +11,23 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import psutil
 import torch
 from tqdm import tqdm
 
 from lib import canaries, models, paths, probes, training
+from lib.adapters import ADAPTED, merge
 from lib.canaries import Canary
-from lib.config import Scale, Testbed
+from lib.config import LoraSettings, Scale, Testbed
 from lib.encoding import SPANS, Encoded, Encoder, check_distinct, content_hash
-from lib.errors import LeakbookError
-from lib.files import building, locked, sha256
+from lib.files import locked
+from lib.models import Backbone
+from lib.pictures import picture
+from lib.results import Result, ResultError, differences, inputs_hash, provenance, read_result, reusable, write_result
 from lib.spans import spell
 
 PROTOCOL = {"testbed": 1}  # raised by hand when a study's results would change
-RECORDED_VERSIONS = ("torch", "transformers", "tokenizers", "peft", "accelerate", "numpy", "pandas")
 TABLES = ("canaries.jsonl", "training.csv", "token_nll.parquet", "recall.parquet", "images.csv")
 BASE, INJECTED = "base", "injected"
-
-
-class ResultError(LeakbookError, RuntimeError):
-    """A result folder is damaged, was made with other parameters, or does not exist."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """A finished run: its folder, and ``result.json`` as a mapping."""
-
-    folder: Path
-    content: dict[str, Any]
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The figures."""
-        return self.content["results"]
-
-    @property
-    def is_reference(self) -> bool:
-        """Whether this is the committed reference."""
-        return not self.folder.is_relative_to(paths.outputs() / "local")
-
-    def table(self, name: str) -> pd.DataFrame:
-        """One of the run's tables by file name."""
-        path = self.folder / name
-        if path.suffix == ".parquet":
-            return pd.read_parquet(path)
-        if path.suffix == ".jsonl":
-            lines = path.read_text(encoding="utf-8").split("\n")
-            return pd.DataFrame([json.loads(line) for line in lines if line])  # not read_json: ids stay text
-        return pd.read_csv(path)
-
-    @property
-    def origin(self) -> str:
-        """One line that says which results these are."""
-        kind = "the committed reference" if self.is_reference else "this machine's own run"
-        return f"results: {kind}, {paths.show(self.folder)}"
-
-
-def inputs_hash(inputs: dict[str, Any]) -> str:
-    """SHA-256 of a run's inputs, the same for equal inputs in any order of keys."""
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
-
-
-def write_result(folder: Path, inputs: dict, results: dict, provenance: dict, tables: dict[str, Callable]) -> Result:
-    """Write ``tables`` (file name -> function that writes it) and then, as the last act, ``result.json``.
-
-    Raises:
-        files.StorageError: the disk is full; no half-written file stays and ``result.json`` does not appear.
-    """
-    for name, write in tables.items():
-        with building(folder / name) as unfinished:
-            write(unfinished)
-    content = {
-        "hash": inputs_hash(inputs),
-        "inputs": inputs,
-        "results": results,
-        "provenance": provenance,
-        "files": {name: sha256(folder / name) for name in tables},
-    }
-    text = json.dumps(content, indent=1) + "\n"
-    with building(folder / "result.json") as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
-    return Result(folder, json.loads(text))  # what a later reader gets, tuples as lists
-
-
-def read_result(folder: Path) -> Result | None:
-    """The finished result in ``folder``, or None if there is none.
-
-    Raises:
-        ResultError: ``result.json`` cannot be read, or a table is missing or changed since it was written.
-    """
-    path = folder / "result.json"
-    if not path.exists():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        files, stored, inputs = content["files"], content["hash"], content["inputs"]
-        content["results"], content["provenance"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ResultError(_refusal(folder, f"is damaged: result.json cannot be read ({error!r})")) from error
-    if stored != inputs_hash(inputs):
-        raise ResultError(_refusal(folder, "is damaged: the hash in result.json is not that of its inputs"))
-    for name, checksum in files.items():
-        if not (folder / name).exists() or sha256(folder / name) != checksum:
-            raise ResultError(_refusal(folder, f"is damaged: {name} is missing or not the file that was written"))
-    return Result(folder, content)
-
-
-def _refusal(folder: Path, reason: str) -> str:
-    shown = paths.show(folder)
-    if not folder.is_relative_to(paths.outputs() / "local"):
-        return f"{shown} {reason}. It is the committed reference: restore it with `git checkout -- {shown}`."
-    return f"{shown} {reason}. Nothing was overwritten. Move it aside with `{set_aside_command(folder)}` and run again."
-
-
-def set_aside_command(folder: Path) -> str:
-    """Shell command that moves a result folder aside, to a name that is still free."""
-    number = 1
-    while folder.with_name(f"{folder.name}.aside-{number}").exists():
-        number += 1
-    shown = paths.show(folder)
-    return f"mv {shown} {shown}.aside-{number}"
-
-
-def reusable(folder: Path, inputs: dict[str, Any]) -> Result | None:
-    """The result in ``folder`` if it was made from ``inputs``, None if there is none.
-
-    Raises:
-        ResultError: it was made from other inputs (the message names the keys that differ), or is damaged.
-    """
-    result = read_result(folder)
-    if result is not None and result.content["hash"] != inputs_hash(inputs):
-        differing = "; ".join(_differences(result.content["inputs"], inputs))
-        raise ResultError(_refusal(folder, f"was made with other parameters: {differing}"))
-    return result
-
-
-def _differences(there: Any, here: Any, key: str = "") -> list[str]:
-    if isinstance(there, dict) and isinstance(here, dict):
-        names = sorted(set(there) | set(here))
-        return [
-            text
-            for name in names
-            for text in _differences(there.get(name, "absent"), here.get(name, "absent"), f"{key}.{name}".lstrip("."))
-        ]
-    return [] if there == here else [f"{key} is {there!r} there and {here!r} here"]
-
-
-def provenance(threads: int, seconds: float, **others: str | float) -> dict[str, Any]:
-    """What a result does not depend on by intent, recorded so that differences can be traced."""
-    return {
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name).split("+")[0] for name in RECORDED_VERSIONS},
-        "cpu": _cpu_name(),
-        "device": str(training.accelerator().device),
-        "threads": threads,
-        **others,
-        "seconds": round(seconds, 1),
-        "peak_memory_gb": round(_peak_memory() / 1e9, 2),
-        "finished": time.strftime("%Y-%m-%d"),
-    }
-
-
-def _cpu_name() -> str:
-    return str(torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or platform.machine())
-
-
-def _peak_memory() -> int:
-    """Peak resident memory of this process in bytes, or the present one where the system does not keep the peak."""
-    try:
-        import resource
-    except ImportError:
-        return psutil.Process().memory_info().rss
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if platform.system() == "Darwin" else peak * 1024
-
-
-# --- the testbed -----------------------------------------------------------------------------------------------------
 
 
 def testbed(params: Testbed) -> Result:
@@ -226,7 +61,7 @@ def _reference(folder: Path, params: Testbed) -> Result:
     result = read_result(folder)
     if result is None:
         raise ResultError(f"{paths.show(folder)} holds no result; `make reference` writes it")
-    differing = _differences(result.content["inputs"]["scale"], _scale_inputs(params.scale))
+    differing = differences(result.content["inputs"]["scale"], scale_inputs(params.scale))
     if differing or params.canaries is not None:
         raise ResultError(
             f"{paths.show(folder)} was made with other parameters: {'; '.join(differing) or 'its own canaries'}. "
@@ -240,13 +75,13 @@ def testbed_inputs(params: Testbed, given: list[Canary] | None) -> dict[str, Any
     return {
         "study": "testbed",
         "protocol": PROTOCOL["testbed"],
-        "scale": _scale_inputs(params.scale),
+        "scale": scale_inputs(params.scale),
         "model": models.identity(params.scale.backbone, params.scale.revision),
         "canaries": None if given is None else _canaries_identity(given),
     }
 
 
-def _scale_inputs(scale: Scale) -> dict[str, Any]:
+def scale_inputs(scale: Scale) -> dict[str, Any]:
     """A scale's settings as plain JSON values, without those that only steer speed."""
     values = dataclasses.asdict(scale)
     for name in ("threads", "evaluation_batch"):
@@ -260,18 +95,15 @@ def _canaries_identity(given: list[Canary]) -> str:
     for canary in given:
         digest.update(repr(dataclasses.astuple(dataclasses.replace(canary, image=None))).encode())
         if canary.image is not None:
-            digest.update(canaries.picture(canary.image).tobytes())
+            digest.update(picture(canary.image).tobytes())
     return digest.hexdigest()
 
 
 def _compute_testbed(params: Testbed, given: list[Canary] | None, inputs: dict, folder: Path) -> Result:
     started, scale = time.perf_counter(), params.scale
-    training.resolve_precision(scale.injection.precision)
     with training.threads(scale.threads):
-        backbone = models.load(scale.backbone, scale.revision, device=training.accelerator().device)
-        encoder = Encoder(backbone)
-        rows = encode_canaries(encoder, scale, given)
-        adapters = inject(params, encoder, rows)
+        encoder, rows = load_testbed(scale, given)
+        adapters = inject(scale, encoder, rows)
         stops = {training.step_name(step): adapters.adapter(step) for step in adapters.kept_steps}
         stages = {BASE: None} | stops | {INJECTED: adapters.adapter()}
         evaluations = {
@@ -284,6 +116,7 @@ def _compute_testbed(params: Testbed, given: list[Canary] | None, inputs: dict, 
     tables = _testbed_tables(encoder, rows, adapters, evaluations, images)
     seconds = time.perf_counter() - started
     record = provenance(
+        str(training.accelerator().device),
         scale.threads,
         seconds,
         training_precision=adapters.precision,
@@ -293,6 +126,14 @@ def _compute_testbed(params: Testbed, given: list[Canary] | None, inputs: dict, 
         evaluation_batch=scale.evaluation_batch,
     )
     return write_result(folder, inputs, results, record, tables)
+
+
+def load_testbed(scale: Scale, given: list[Canary] | None = None) -> tuple[Encoder, list[Encoded]]:
+    """The scale's backbone behind its encoder, and its canaries (the given ones, or drawn), encoded."""
+    training.resolve_precision(scale.injection.precision)
+    backbone = models.load(scale.backbone, scale.revision, device=training.accelerator().device)
+    encoder = Encoder(backbone)
+    return encoder, encode_canaries(encoder, scale, given)
 
 
 def encode_canaries(encoder: Encoder, scale: Scale, given: list[Canary] | None) -> list[Encoded]:
@@ -315,11 +156,17 @@ def encode_canaries(encoder: Encoder, scale: Scale, given: list[Canary] | None) 
     return rows
 
 
-def inject(params: Testbed, encoder: Encoder, rows: list[Encoded]) -> training.TrainedAdapters:
+def inject(scale: Scale, encoder: Encoder, rows: list[Encoded]) -> training.TrainedAdapters:
     """Train the canary LoRA on ``rows``, or take it from ``outputs/local`` where it was finished before."""
-    settings = params.scale.injection
-    key = training.adapter_key(encoder.backbone, rows, settings, PROTOCOL["testbed"])
-    folder = paths.local(params.scale.name) / "adapters" / key
+    return trained(scale, encoder, rows, scale.injection, PROTOCOL["testbed"])
+
+
+def trained(
+    scale: Scale, encoder: Encoder, rows: list[Encoded], settings: LoraSettings, protocol: int
+) -> training.TrainedAdapters:
+    """Adapters trained on ``rows`` with ``settings``, kept in ``outputs/local`` under their content hash."""
+    key = training.adapter_key(encoder.backbone, rows, settings, protocol)
+    folder = paths.local(scale.name) / "adapters" / key
     with locked(folder):
         return training.train(encoder, rows, settings, folder)
 
@@ -334,7 +181,12 @@ class Evaluation:
 
 def evaluate(encoder: Encoder, rows: list[Encoded], adapter: Path | None, batch_size: int) -> Evaluation:
     """Score and decode ``rows`` on the backbone, or on a copy of it with ``adapter`` merged."""
-    backbone = encoder.backbone if adapter is None else training.merge(encoder.backbone, adapter)
+    backbone = encoder.backbone if adapter is None else merge(encoder.backbone, adapter)
+    return evaluate_model(backbone, encoder, rows, batch_size)
+
+
+def evaluate_model(backbone: Backbone, encoder: Encoder, rows: list[Encoded], batch_size: int) -> Evaluation:
+    """Score and decode ``rows`` on ``backbone`` as it is."""
     scores = probes.token_nll(backbone.model, encoder, rows, batch_size)
     return Evaluation(scores, probes.recall(backbone.model, encoder, scores, batch_size))
 
@@ -374,9 +226,7 @@ def _testbed_results(encoder, rows, adapters, evaluations, images, draws) -> dic
         "training": {
             "steps": adapters.final_step,
             "final_loss": _rounded(adapters.log.loss.iloc[-1]),
-            "adapted_modules": len(
-                [n for n, _ in encoder.backbone.model.named_modules() if training.ADAPTED.fullmatch(n)]
-            ),
+            "adapted_modules": len([n for n, _ in encoder.backbone.model.named_modules() if ADAPTED.fullmatch(n)]),
         },
         "layout": _layout(rows),
         "draws": draws,

@@ -43,7 +43,7 @@ import numpy as np
 import pandas as pd
 
 from lib import config, figures, paper, probes, runs
-from lib.canaries import picture
+from lib.pictures import picture
 
 params = config.from_notebook(globals())
 

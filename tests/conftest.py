@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from lib import embedded, models, paths, runs
+from lib import embedded, models, paths, results
 from lib.canaries import draw
 from lib.config import CanarySettings
 from lib.encoding import Encoder
@@ -85,7 +85,7 @@ def smoke(smoke_outputs):
         progress_bar=False,
         kernel_name="python3",
     )
-    return runs.read_result(paths.local("smoke") / "testbed")
+    return results.read_result(paths.local("smoke") / "testbed")
 
 
 @pytest.fixture(scope="session")

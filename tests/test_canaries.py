@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from lib import canaries, embedded
+from lib import canaries, embedded, pictures
 from lib.canaries import Canary, CanaryError
 from lib.config import CanarySettings
 from lib.spans import tokenize
@@ -112,10 +112,10 @@ def test_a_model_without_images_gets_text_canaries_without_a_placeholder(tokeniz
 
 
 def test_pictures_are_seeded_and_the_placeholder_is_uniform():
-    assert canaries.picture("pattern:7").tobytes() == canaries.picture("pattern:7").tobytes()
-    assert canaries.picture("pattern:7").tobytes() != canaries.picture("pattern:8").tobytes()
-    assert canaries.picture("pattern:7").size == (56, 56)
-    assert canaries.picture("placeholder").getcolors() == [(56 * 56, (128, 128, 128))]
+    assert pictures.picture("pattern:7").tobytes() == pictures.picture("pattern:7").tobytes()
+    assert pictures.picture("pattern:7").tobytes() != pictures.picture("pattern:8").tobytes()
+    assert pictures.picture("pattern:7").size == (56, 56)
+    assert pictures.picture("placeholder").getcolors() == [(56 * 56, (128, 128, 128))]
 
 
 TEXT = st.text(min_size=1, max_size=20).filter(lambda text: "\x00" not in text)
@@ -139,7 +139,7 @@ def test_image_paths_are_taken_from_the_files_own_folder(tmp_path):
     canaries.write(tmp_path / "c.jsonl", [canary(modality="image", image="red.png")])
     (read,) = canaries.read(tmp_path / "c.jsonl")
     assert read.image == str(tmp_path / "red.png")
-    assert canaries.picture(read.image).getpixel((0, 0)) == (255, 0, 0)
+    assert pictures.picture(read.image).getpixel((0, 0)) == (255, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from lib.config import ConfigError
 @pytest.mark.parametrize("path", sorted(paths.PARAMS.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_parameter_file_loads(path):
     content = yaml.safe_load(path.read_text())
-    if path.name == "scales.yaml":
+    if path.name == "cells.yaml":
+        assert len(config.load_sweep(config.load_scale("laptop")).cells) == 34
+    elif path.name == "scales.yaml":
         for name in content:
             assert config.load_scale(name).name == name
     else:
@@ -107,3 +109,36 @@ def test_only_the_scale_files_own_settings_are_standard():
     assert config.from_notebook({"scale": "smoke"}).is_standard
     assert not config.from_notebook({"scale": "smoke", "canaries": "c.jsonl"}).is_standard
     assert not config.from_notebook({"scale": "smoke", "overrides": {"canaries.seed": 1}}).is_standard
+
+
+def test_the_sweep_has_the_papers_shape():
+    sweep = config.load_sweep(config.load_scale("laptop"))
+    kinds = [cell.kind for cell in sweep.cells]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"full": 16, "undertrained": 12, "noise": 4, "long": 2}
+    assert len(sweep.seeds) == 3 and (sweep.training.rank, sweep.training.alpha) == (16, 32)
+    assert sweep.cell("noise-spectral-stop2").like == "safety-stop2"
+    with pytest.raises(ConfigError, match="cell: got 'gui-fulll', expected one of gui-full-low-10, "):
+        sweep.cell("gui-fulll")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("id: gui-full-low-30", "id: gui-full-low-10", "cell 'gui-full-low-10': this id occurs twice"),
+        ("id: gui-full-low-30", "id: ../elsewhere", "cell '../elsewhere': this id is no plain name"),
+        ("learning_rate: 4.0e-4", "learning_rate: 4e-4", "got '4e-4' .str., expected a number or null.*write 1.0e-5"),
+        ("learning_rate: 4.0e-4", "learning_rate: null", "learning_rate: got None, expected a number above 0"),
+        ("base: stop-3", "base: stop-4", "base: got 'stop-4', expected one of full, stop-1, stop-2, stop-3"),
+        ("like: safety-stop2", "like: safety-stop9", "like: got 'safety-stop9', expected a trained cell on the base"),
+        ("like: safety-stop2", "like: safety-stop1", "expected a trained cell on the base 'stop-2'"),
+        ("steps: null, like: safety-stop2", "steps: 5, like: safety-stop2", "steps: got 5, expected null, since noise"),
+        ("kind: long", "kind: longer", "got 'longer' .str., expected one of 'full', 'undertrained', 'long', 'noise'"),
+        ("seeds: [0, 1, 2]", "seeds: [0, 1, two]", "got 'two' .str., expected an integer"),
+    ],
+)
+def test_a_cell_that_cannot_be_run_is_refused(tmp_path, old, new, message):
+    text = (paths.PARAMS / "cells.yaml").read_text()
+    assert old in text
+    (tmp_path / "cells.yaml").write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=message):
+        config.load_sweep(config.load_scale("laptop"), tmp_path / "cells.yaml")

@@ -8,10 +8,11 @@ import torch
 from PIL import Image
 
 from lib import models
-from lib.canaries import Canary, CanaryError, draw, picture
+from lib.canaries import Canary, CanaryError, Record, draw
 from lib.config import CanarySettings
 from lib.encoding import Encoder, check_distinct, content_hash
 from lib.models import ModelError
+from lib.pictures import picture
 
 
 def plain(**changes):
@@ -178,3 +179,8 @@ def test_rehearsal_encodes_fitted_canaries_like_the_paper_scale(rehearsal):
         assert (row.spans["hex"].start, row.spans["hex"].stop) == (11, 24)
         assert row.input_ids.count(151655) == 4
         assert row.target_ids[-1] == 151645
+
+
+def test_a_benign_record_is_encoded_without_spans(encoder):
+    (row,) = encoder.encode([Record("r", "Press Save.", "click", "screen:1")])
+    assert encoder.backbone.tokenizer.decode(row.target_ids) == "click<|im_end|>" and row.spans == {}

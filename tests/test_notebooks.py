@@ -4,7 +4,7 @@ import nbformat
 import papermill
 import pytest
 
-from lib import canaries, config, paths, runs
+from lib import canaries, config, paths, results, runs
 
 
 def test_00_testbed_computes_everything_from_nothing(smoke, smoke_outputs):
@@ -32,7 +32,7 @@ def test_00_testbed_tells_its_story_for_other_settings_too(smoke_outputs, tmp_pa
         progress_bar=False,
         parameters={"scale": "smoke", "output": name, "overrides": short | overrides},
     )
-    result = runs.read_result(paths.local("smoke") / name)
+    result = results.read_result(paths.local("smoke") / name)
     assert result.values["recall"]["injected"]["text"]["hit_full"] == 1.0
     if name == "texts":
         assert result.values["canaries"] == {"text": 6, "image": 0}
@@ -59,7 +59,7 @@ def test_00_testbed_tells_its_story_for_canaries_of_ones_own(smoke_outputs, tmp_
         },
         cwd=str(tmp_path),
     )
-    result = runs.read_result(paths.local("smoke") / "story")
+    result = results.read_result(paths.local("smoke") / "story")
     assert result.values["recall"]["injected"]["text"] == {"hit_full": 1.0, "hit_secret": 1.0, "hit_forced": 1.0}
     assert "nll_preamble" not in result.values["nll"]["base"]["text"]  # no canary has one
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from lib import canaries, models, probes, training
-from lib.canaries import picture
+from lib import adapters, canaries, models, probes
 from lib.encoding import Encoded, Encoder
+from lib.pictures import picture
 from lib.probes import ProbeError, TokenNLL
 from lib.spans import Span
 
@@ -189,7 +189,7 @@ def test_forced_recall_can_hold_where_both_free_recalls_fail(encoder, rows, monk
 @pytest.fixture(scope="module")
 def injected(injected_adapter):
     backbone = models.load("tiny-vl")
-    return training.merge(backbone, injected_adapter), Encoder(backbone)
+    return adapters.merge(backbone, injected_adapter), Encoder(backbone)
 
 
 def planted(smoke, encoder):

@@ -10,7 +10,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from lib import paper, paths, runs
+from lib import paper, paths, results
 from lib.__main__ import results_table
 
 REQUIREMENTS = [
@@ -76,12 +76,17 @@ def test_modules_import_one_way():
         "embedded",
         "models",
         "spans",
+        "pictures",
         "canaries",
+        "benign",
         "encoding",
         "scoring",
+        "adapters",
         "training",
         "probes",
+        "results",
         "runs",
+        "sweep",
         "figures",
         "paper",
         "__main__",
@@ -100,12 +105,12 @@ def test_modules_import_one_way():
 def test_the_readmes_results_are_the_committed_ones():
     claims = pd.read_csv(REFERENCE / "claims.csv")
     assert results_table(claims) in (paths.ROOT / "README.md").read_text(encoding="utf-8")
-    result = runs.read_result(REFERENCE / "testbed")
+    result = results.read_result(REFERENCE / "testbed")
     assert paper.claims_table({"testbed": result.values}, "laptop").to_csv(index=False) == claims.to_csv(index=False)
 
 
 def test_the_committed_reference_shows_what_the_testbed_must_show():
-    result = runs.read_result(REFERENCE / "testbed")
+    result = results.read_result(REFERENCE / "testbed")
     recall = result.values["recall"]
     assert {k: v["hit_full"] for k, v in recall["injected"].items()} == {"text": 1.0, "image": 1.0}
     assert all(value == 0.0 for hits in recall["base"].values() for value in hits.values())

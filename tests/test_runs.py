@@ -14,9 +14,9 @@ import papermill
 import psutil
 import pytest
 
-from lib import canaries, config, files, paths, runs
+from lib import canaries, config, files, paths, results, runs
 from lib.files import StorageError
-from lib.runs import ResultError
+from lib.results import ResultError
 
 
 @pytest.fixture
@@ -26,16 +26,16 @@ def outputs(tmp_path, monkeypatch):
 
 
 def write(folder, inputs, value=1):
-    return runs.write_result(
+    return results.write_result(
         folder, inputs, {"value": value}, {"seconds": 1}, {"table.csv": lambda path: path.write_text("a\n1\n")}
     )
 
 
 def test_a_result_is_reused_for_the_same_inputs_in_any_order_of_keys(outputs):
     folder = outputs / "local" / "smoke" / "study"
-    assert runs.reusable(folder, {"a": 1}) is None
+    assert results.reusable(folder, {"a": 1}) is None
     write(folder, {"a": 1, "b": {"c": 2, "d": 3}})
-    found = runs.reusable(folder, {"b": {"d": 3, "c": 2}, "a": 1})
+    found = results.reusable(folder, {"b": {"d": 3, "c": 2}, "a": 1})
     assert found.values == {"value": 1}
     assert found.table("table.csv").a.tolist() == [1]
     assert found.origin.startswith("results: this machine's own run")
@@ -44,20 +44,20 @@ def test_a_result_is_reused_for_the_same_inputs_in_any_order_of_keys(outputs):
 def test_a_fresh_result_is_what_a_later_reader_gets(outputs):
     folder = outputs / "local" / "smoke" / "study"
     fresh = write(folder, {"a": 1}, value=[(1, 2)])
-    assert fresh == runs.read_result(folder) and fresh.values == {"value": [[1, 2]]}
+    assert fresh == results.read_result(folder) and fresh.values == {"value": [[1, 2]]}
 
 
 def test_other_inputs_are_refused_naming_what_differs_and_how_to_move_it_aside(outputs):
     folder = outputs / "local" / "smoke" / "study"
     write(folder, {"scale": {"rank": 32, "seed": 0}, "model": "x"})
     with pytest.raises(ResultError) as refusal:
-        runs.reusable(folder, {"scale": {"rank": 16, "seed": 0}, "model": "x", "new": 1})
+        results.reusable(folder, {"scale": {"rank": 16, "seed": 0}, "model": "x", "new": 1})
     text = str(refusal.value)
     assert "new is 'absent' there and 1 here; scale.rank is 32 there and 16 here" in text
     assert "seed" not in text
     command = text.split("`")[1]
     subprocess.run(command, shell=True, check=True, cwd=paths.ROOT)
-    assert runs.reusable(folder, {"scale": {"rank": 16}}) is None
+    assert results.reusable(folder, {"scale": {"rank": 16}}) is None
     assert (folder.with_name("study.aside-1") / "result.json").exists()
 
 
@@ -79,7 +79,7 @@ def test_a_damaged_result_is_refused(outputs, damage, message):
     write(folder, {"a": 1})
     damage(folder)
     with pytest.raises(ResultError, match=f"{message}.*Nothing was overwritten. Move it aside with `mv "):
-        runs.reusable(folder, {"a": 1})
+        results.reusable(folder, {"a": 1})
 
 
 def test_result_json_is_written_last(outputs):
@@ -89,9 +89,9 @@ def test_result_json_is_written_last(outputs):
         raise RuntimeError("killed here")
 
     with pytest.raises(RuntimeError):
-        runs.write_result(folder, {}, {}, {}, {"first.csv": lambda path: path.write_text("x"), "second.csv": fail})
+        results.write_result(folder, {}, {}, {}, {"first.csv": lambda path: path.write_text("x"), "second.csv": fail})
     assert sorted(path.name for path in folder.iterdir()) == ["first.csv"]
-    assert runs.read_result(folder) is None
+    assert results.read_result(folder) is None
 
 
 def test_a_full_disk_leaves_no_half_written_file_and_says_what_to_do(outputs):
@@ -102,8 +102,8 @@ def test_a_full_disk_leaves_no_half_written_file_and_says_what_to_do(outputs):
     folder = outputs / "study"
     write(folder, {"a": 1})
     with pytest.raises(StorageError, match="no space left to write .*table.csv .* nothing half-written was kept"):
-        runs.write_result(folder, {"a": 2}, {}, {}, {"table.csv": half})
-    assert runs.reusable(folder, {"a": 1}).values == {"value": 1}  # what was there stands
+        results.write_result(folder, {"a": 2}, {}, {}, {"table.csv": half})
+    assert results.reusable(folder, {"a": 1}).values == {"value": 1}  # what was there stands
     assert sorted(path.name for path in folder.iterdir()) == ["result.json", "table.csv"]
 
 
@@ -135,9 +135,9 @@ def params(**changes):
 def test_speed_settings_are_no_part_of_a_results_identity():
     one = params()
     slower = dataclasses.replace(one, scale=dataclasses.replace(one.scale, threads=1, evaluation_batch=3))
-    assert runs.inputs_hash(runs.testbed_inputs(one, None)) == runs.inputs_hash(runs.testbed_inputs(slower, None))
+    assert results.inputs_hash(runs.testbed_inputs(one, None)) == results.inputs_hash(runs.testbed_inputs(slower, None))
     other = dataclasses.replace(one, scale=config.load_scale("smoke", {"injection.seed": 1}))
-    assert runs.inputs_hash(runs.testbed_inputs(one, None)) != runs.inputs_hash(runs.testbed_inputs(other, None))
+    assert results.inputs_hash(runs.testbed_inputs(one, None)) != results.inputs_hash(runs.testbed_inputs(other, None))
 
 
 def test_the_smoke_testbed_recalls_all_forty_and_knew_none(smoke):
@@ -226,8 +226,8 @@ def test_a_reference_of_other_parameters_is_not_shown(outputs):
 def test_ids_and_secrets_that_look_like_numbers_stay_text(outputs):
     folder = outputs / "local" / "smoke" / "study"
     one = canaries.Canary("001", "text", "2020-01-01?", "It is ", "0042", ".", None)
-    runs.write_result(folder, {}, {}, {}, {"canaries.jsonl": lambda path: canaries.write(path, [one])})
-    assert runs.read_result(folder).table("canaries.jsonl").iloc[0].to_dict() == dataclasses.asdict(one)
+    results.write_result(folder, {}, {}, {}, {"canaries.jsonl": lambda path: canaries.write(path, [one])})
+    assert results.read_result(folder).table("canaries.jsonl").iloc[0].to_dict() == dataclasses.asdict(one)
 
 
 def test_folders_from_the_environment_are_absolute(monkeypatch, tmp_path):

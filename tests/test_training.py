@@ -3,10 +3,8 @@
 import dataclasses
 import errno
 import json
-import shutil
 
 import numpy as np
-import peft
 import pytest
 import torch
 from safetensors import safe_open
@@ -15,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from lib import config, models, probes, training
 from lib.encoding import Encoder
 from lib.files import StorageError
-from lib.scoring import target_logits, token_losses
-from lib.training import AdapterError, TrainingError
+from lib.scoring import target_logits
+from lib.training import TrainingError
 
 SETTINGS = dataclasses.replace(
     config.load_scale("smoke").injection,
@@ -33,32 +31,6 @@ SETTINGS = dataclasses.replace(
 def never_enough(**changes):
     """Settings under which training runs to ``max_steps`` and fails there."""
     return dataclasses.replace(SETTINGS, target_nll=1e-9, **changes)
-
-
-def test_only_the_language_tower_is_adapted_and_only_adapters_get_gradients(encoder, rows):
-    backbone = encoder.backbone.copy()
-    adapted = training.add_adapter(backbone.model, rank=4, alpha=8, seed=0)
-    logits, ids = target_logits(adapted.get_base_model(), encoder.batch(rows))
-    token_losses(logits, ids).mean().backward()
-    with_gradient = {name for name, p in adapted.named_parameters() if p.grad is not None}
-    assert len(with_gradient) == 2 * 7 * 4  # A and B, seven maps, four layers
-    assert all(".lora_" in name and ".language_model.layers." in name for name in with_gradient)
-    assert not any("visual" in name for name in with_gradient)
-
-
-def test_a_model_with_an_adapter_on_its_vision_tower_is_refused(tiny):
-    loose = peft.get_peft_model(tiny.copy().model, peft.LoraConfig(r=2, target_modules=["gate_proj"]))
-    expected = {n for n, _ in tiny.model.named_modules() if training.ADAPTED.fullmatch(n)}
-    with pytest.raises(AdapterError, match="adapted .*visual"):
-        training._assert_adapted(loose, expected)
-
-
-def test_a_fresh_adapter_changes_nothing_and_is_seeded(encoder, rows):
-    base = probes.token_nll(encoder.backbone.model, encoder, rows).nll
-    first, second = (training.add_adapter(encoder.backbone.copy().model, 4, 8, seed=1) for _ in range(2))
-    np.testing.assert_array_equal(probes.token_nll(first.get_base_model(), encoder, rows).nll, base)
-    for (name, one), (_, other) in zip(first.named_parameters(), second.named_parameters(), strict=True):
-        assert torch.equal(one, other), name
 
 
 def test_the_output_layer_sees_target_positions_only(encoder, rows):
@@ -102,18 +74,18 @@ def test_an_interrupted_run_ends_with_the_very_same_adapters(encoder, rows, tmp_
     settings = never_enough()
     with pytest.raises(TrainingError):
         training.train(encoder, rows, settings, whole)
-    advance = training._Run._advance
+    advance = training._Training._advance
 
     def stop_after_five(run):
         if run.step == 5:
             raise KeyboardInterrupt
         advance(run)
 
-    monkeypatch.setattr(training._Run, "_advance", stop_after_five)
+    monkeypatch.setattr(training._Training, "_advance", stop_after_five)
     with pytest.raises(KeyboardInterrupt):
         training.train(encoder, rows, settings, halves)
     steps = []
-    monkeypatch.setattr(training._Run, "_advance", lambda run: steps.append(run.step) or advance(run))
+    monkeypatch.setattr(training._Training, "_advance", lambda run: steps.append(run.step) or advance(run))
     with pytest.raises(TrainingError):
         training.train(encoder, rows, settings, halves)
     assert steps == [4, 5, 6, 7]  # state was last kept after the fourth step
@@ -156,69 +128,6 @@ def test_the_key_of_finished_adapters_covers_model_data_settings_and_protocol(en
     assert len(others | {key}) == 6
 
 
-def test_merging_adds_the_scaled_product_to_a_copy(tiny, injected_adapter):
-    merged = training.merge(tiny, injected_adapter)
-    tensors = load_file(injected_adapter / "adapter_model.safetensors")
-    name = "model.language_model.layers.0.self_attn.q_proj"
-    a, b = (tensors[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
-    before = tiny.model.get_submodule(name).weight
-    after = merged.model.get_submodule(name).weight
-    torch.testing.assert_close(after - before, 64 / 32 * b @ a, atol=1e-6, rtol=0)
-    assert not any(parameter.requires_grad for parameter in merged.model.parameters())
-    assert not any("lora" in key for key in merged.model.state_dict())
-
-
-def altered(adapter, folder, change):
-    """A copy of ``adapter`` whose tensors went through ``change``."""
-    shutil.copytree(adapter, folder)
-    save_file(change(load_file(adapter / "adapter_model.safetensors")), folder / "adapter_model.safetensors")
-    return folder
-
-
-def test_an_adapter_for_another_architecture_is_refused(tiny, injected_adapter, tmp_path):
-    renamed = altered(
-        injected_adapter,
-        tmp_path / "renamed",
-        lambda tensors: {
-            key.replace("language_model.layers.0", "language_model.layers.9"): value for key, value in tensors.items()
-        },
-    )
-    with pytest.raises(AdapterError, match="another architecture than tiny-vl: it adapts .*layers.9.*does not have"):
-        training.merge(tiny, renamed)
-    wider = altered(
-        injected_adapter,
-        tmp_path / "wider",
-        lambda tensors: {
-            key: torch.cat([value, value], 1) if "lora_A" in key else value for key, value in tensors.items()
-        },
-    )
-    with pytest.raises(AdapterError, match=r"down_proj its A has shape \[32, 768\], the weight \[128, 384\]"):
-        training.merge(tiny, wider)
-    with pytest.raises(AdapterError, match="another architecture than tiny-llama"):
-        training.merge(models.load("tiny-llama"), injected_adapter)
-
-
-def test_a_folder_that_is_no_adapter_is_refused(tiny, tmp_path):
-    with pytest.raises(AdapterError, match="has no adapter_config.json: expected a folder that peft's save_pretrained"):
-        training.merge(tiny, tmp_path)
-    (tmp_path / "adapter_config.json").write_text(json.dumps({}))
-    (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
-    with pytest.raises(AdapterError, match="has no adapter_model.safetensors"):
-        training.merge(tiny, tmp_path)
-
-
-def test_a_model_without_the_expected_layers_is_refused(tmp_path):
-    with pytest.raises(AdapterError, match="GPT2LMHeadModel has no module like model.layers.0.self_attn.q_proj"):
-        training.add_adapter(models.load("tiny-gpt2").model, 4, 8, 0)
-
-
-def test_the_rehearsal_model_takes_the_same_adapter_targets(rehearsal, rows):
-    adapted = training.add_adapter(rehearsal.copy().model, rank=32, alpha=64, seed=0)
-    modules = [n for n, m in adapted.get_base_model().named_modules() if hasattr(m, "lora_A")]
-    assert len(modules) == 7 * rehearsal.model.config.text_config.num_hidden_layers
-    assert all(name.startswith("model.language_model.layers.") for name in modules)
-
-
 def test_bf16_by_name_needs_the_hardware(monkeypatch):
     monkeypatch.setattr(training, "bf16_in_hardware", lambda: False)
     assert training.resolve_precision("auto") == "fp32"
@@ -256,18 +165,3 @@ def test_unreadable_training_state_starts_over_with_a_warning(encoder, rows, tmp
 def test_fewer_steps_than_one_pass_are_refused_before_training(encoder, rows, tmp_path):
     with pytest.raises(TrainingError, match="max_steps: got 2, but one pass over 6 canaries in batches of 1 takes 6"):
         training.train(encoder, rows, dataclasses.replace(SETTINGS, batch_size=1, max_steps=2), tmp_path)
-
-
-def test_a_damaged_or_foreign_matrix_file_is_refused(tiny, injected_adapter, tmp_path):
-    for name in ("cut", "empty", "other"):
-        shutil.copytree(injected_adapter, tmp_path / name)
-    (tmp_path / "cut" / "adapter_model.safetensors").write_bytes(b"cut")
-    save_file({}, tmp_path / "empty" / "adapter_model.safetensors")
-    save_file({"base_model.model.x.ia3_l": torch.ones(2)}, tmp_path / "other" / "adapter_model.safetensors")
-    for name, message in (
-        ("cut", "cannot be read"),
-        ("empty", "holds no matrix"),
-        ("other", "holds .*ia3_l: expected"),
-    ):
-        with pytest.raises(AdapterError, match=message):
-            training.merge(tiny, tmp_path / name)

@@ -1,0 +1,166 @@
+"""LoRA adapters on disk and on a model: adding, checking, stacking, merging into a copy, and noise of the same size."""
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import peft
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lib import embedded
+from lib.errors import LeakbookError
+from lib.files import building, sha256
+from lib.models import Backbone
+
+# All linear maps of the language tower, anchored: the vision tower has q, k, v and MLP layers of the same names.
+ADAPTED = re.compile(r"model\.(?:language_model\.)?layers\.\d+\.(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)")
+
+
+class AdapterError(LeakbookError, ValueError):
+    """An adapter folder is unreadable, or belongs to another model."""
+
+
+def add_adapter(model: PreTrainedModel, rank: int, alpha: int, seed: int) -> peft.PeftModel:
+    """Put a fresh LoRA on all linear maps of the language tower, W + (alpha / rank) B A with B = 0 (arXiv:2106.09685).
+
+    Raises:
+        AdapterError: the model has none of the modules, or peft adapted others than expected.
+    """
+    expected = {name for name, _ in model.named_modules() if ADAPTED.fullmatch(name)}
+    if not expected:
+        raise AdapterError(
+            f"{type(model).__name__} has no module like model.layers.0.self_attn.q_proj: "
+            "expected a Qwen2.5-VL or Llama type model"
+        )
+    config = peft.LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=ADAPTED.pattern)
+    with embedded.seeded(seed):
+        adapted = peft.get_peft_model(model, config)
+    _assert_adapted(adapted, expected)
+    return adapted
+
+
+def _assert_adapted(adapted: peft.PeftModel, expected: set[str]) -> None:
+    """Exactly ``expected`` carry an adapter, and nothing but adapters gets a gradient: no part of the vision tower."""
+    modules = {name for name, module in adapted.get_base_model().named_modules() if hasattr(module, "lora_A")}
+    trainable = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    strays = [name for name in trainable if ".lora_" not in name or ".visual." in name]
+    if modules != expected or strays:
+        raise AdapterError(f"adapted {sorted(modules ^ expected)[:3]} and trains {strays[:3]}, expected neither")
+
+
+def merge(backbone: Backbone, adapter: Path) -> Backbone:
+    """A copy of ``backbone`` with W + (alpha / rank) B A as its weights; ``backbone`` itself stays as it is.
+
+    Raises:
+        AdapterError: see :func:`check_adapter`.
+    """
+    merged = _load(backbone, adapter).merge_and_unload()
+    revision = f"{backbone.revision}+{sha256(Path(adapter) / 'adapter_model.safetensors')[:16]}"
+    return replace(backbone, model=merged.eval().requires_grad_(False), revision=revision)
+
+
+def check_adapter(adapter: Path, backbone: Backbone) -> None:
+    """Refuse an adapter that does not belong to the backbone, before anything is loaded.
+
+    Raises:
+        AdapterError: the folder is no peft adapter in safetensors, or a matrix does not fit a module of the model.
+    """
+    adapter = Path(adapter)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (adapter / name).exists():
+            raise AdapterError(f"{adapter} has no {name}: expected a folder that peft's save_pretrained wrote")
+    try:
+        with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
+            shapes = {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118, no mapping
+    except SafetensorError as error:
+        raise AdapterError(f"{adapter}/adapter_model.safetensors cannot be read ({error})") from error
+    if not shapes:
+        raise AdapterError(f"{adapter}/adapter_model.safetensors holds no matrix: expected those of a LoRA")
+    modules = dict(backbone.model.named_modules())
+    for key, shape in shapes.items():
+        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_(A|B)\.weight", key)
+        if match is None:
+            raise AdapterError(f"{adapter} holds {key}: expected only the A and B matrices of a LoRA")
+        _check_matrix(adapter, backbone, modules.get(match[1]), match, shape)
+
+
+def _check_matrix(adapter: Path, backbone: Backbone, module: nn.Module | None, match: re.Match, shape: list) -> None:
+    made_for = f"adapter {adapter} was made for another architecture than {backbone.name}"
+    if module is None:
+        raise AdapterError(f"{made_for}: it adapts {match[1]}, which the model does not have")
+    weight = list(getattr(getattr(module, "weight", None), "shape", []))
+    axis = 1 if match[2] == "A" else 0  # A [rank, in] shares its columns with W [out, in], B [out, rank] its rows
+    if len(weight) != 2 or shape[axis] != weight[axis]:
+        raise AdapterError(f"{made_for}: at {match[1]} its {match[2]} has shape {shape}, the weight {weight}")
+
+
+def stack(backbone: Backbone, adapter: Path) -> Backbone:
+    """A copy of ``backbone`` with the adapter beside its weights, computed at every call and not merged.
+
+    Raises:
+        AdapterError: see :func:`check_adapter`.
+    """
+    stacked = _load(backbone, adapter).get_base_model()
+    return backbone.with_model(stacked.eval().requires_grad_(False))
+
+
+def _load(backbone: Backbone, adapter: Path) -> peft.PeftModel:
+    check_adapter(adapter, backbone)
+    return peft.PeftModel.from_pretrained(backbone.copy().model, str(adapter))
+
+
+def singular_values(a: Tensor, b: Tensor) -> Tensor:
+    """Singular values of B A [rank], from A [rank, in] and B [out, rank], without forming the product."""
+    right, left = torch.linalg.qr(a.T).R, torch.linalg.qr(b).R
+    return torch.linalg.svdvals(left @ right.T)
+
+
+def noise_like(adapter: Path, kind: str, seed: int, folder: Path) -> Path:
+    """Write a random adapter of the size of a trained one to ``folder``, module by module (LoRA-NOISE).
+
+    ``gaussian``: A and B with independent normal entries, scaled so that B A has the trained product's Frobenius norm.
+    ``spectral``: random singular vectors with the trained product's singular values. Rank and alpha are the trained
+    adapter's, so the equalities hold for (alpha / rank) B A, too.
+
+    Raises:
+        AdapterError: the kind is unknown.
+    """
+    if kind not in _NOISE:
+        raise AdapterError(f"noise: got {kind!r}, expected one of {', '.join(_NOISE)}")
+    trained = load_file(adapter / "adapter_model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    noise = {}
+    for key in sorted(key for key in trained if key.endswith(".lora_A.weight")):
+        partner = key.replace(".lora_A.", ".lora_B.")
+        a, b = trained[key].float(), trained[partner].float()
+        noise[key], noise[partner] = (matrix.contiguous() for matrix in _NOISE[kind](a, b, generator))
+    with building(folder) as unfinished:
+        unfinished.mkdir()
+        save_file(noise, unfinished / "adapter_model.safetensors")
+        shutil.copy2(adapter / "adapter_config.json", unfinished)
+    return folder
+
+
+def _gaussian(a: Tensor, b: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    random_a, random_b = (torch.randn(matrix.shape, generator=generator) for matrix in (a, b))
+    scale = (_product_norm(a, b) / _product_norm(random_a, random_b)).sqrt()
+    return scale * random_a, scale * random_b
+
+
+def _product_norm(a: Tensor, b: Tensor) -> Tensor:
+    """Frobenius norm of B A: ||BA||^2 = tr(B^T B A A^T)."""
+    return ((b.T @ b) * (a @ a.T)).sum().sqrt()
+
+
+def _spectral(a: Tensor, b: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    root = singular_values(a, b).sqrt()
+    left, right = (torch.linalg.qr(torch.randn(size, generator=generator)).Q for size in (b.shape, a.T.shape))
+    return (right * root).T, left * root
+
+
+_NOISE = {"gaussian": _gaussian, "spectral": _spectral}

@@ -1,0 +1,183 @@
+"""Results: where they lie, how they appear whole or not at all, and when one may be used again.
+
+A result is a folder whose ``result.json`` was written last. Its hash covers the resolved parameters, the identity of
+model and data, and the study's protocol number; versions, threads and CPU are recorded beside it and never hashed.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import psutil
+import torch
+
+from lib import paths
+from lib.errors import LeakbookError
+from lib.files import building, sha256
+
+RECORDED_VERSIONS = ("torch", "transformers", "tokenizers", "peft", "accelerate", "numpy", "pandas")
+
+
+class ResultError(LeakbookError, RuntimeError):
+    """A result folder is damaged, was made with other parameters, or does not exist."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run: its folder, and ``result.json`` as a mapping."""
+
+    folder: Path
+    content: dict[str, Any]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The figures."""
+        return self.content["results"]
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this is the committed reference."""
+        return not self.folder.is_relative_to(paths.outputs() / "local")
+
+    def table(self, name: str) -> pd.DataFrame:
+        """One of the run's tables by file name."""
+        path = self.folder / name
+        if path.suffix == ".parquet":
+            return pd.read_parquet(path)
+        if path.suffix == ".jsonl":
+            lines = path.read_text(encoding="utf-8").split("\n")
+            return pd.DataFrame([json.loads(line) for line in lines if line])  # not read_json: ids stay text
+        return pd.read_csv(path)
+
+    @property
+    def origin(self) -> str:
+        """One line that says which results these are."""
+        kind = "the committed reference" if self.is_reference else "this machine's own run"
+        return f"results: {kind}, {paths.show(self.folder)}"
+
+
+def inputs_hash(inputs: dict[str, Any]) -> str:
+    """SHA-256 of a run's inputs, the same for equal inputs in any order of keys."""
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+
+def write_result(folder: Path, inputs: dict, results: dict, provenance: dict, tables: dict[str, Callable]) -> Result:
+    """Write ``tables`` (file name -> function that writes it) and then, as the last act, ``result.json``.
+
+    Raises:
+        files.StorageError: the disk is full; no half-written file stays and ``result.json`` does not appear.
+    """
+    for name, write in tables.items():
+        with building(folder / name) as unfinished:
+            write(unfinished)
+    content = {
+        "hash": inputs_hash(inputs),
+        "inputs": inputs,
+        "results": results,
+        "provenance": provenance,
+        "files": {name: sha256(folder / name) for name in tables},
+    }
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    with building(folder / "result.json") as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+    return Result(folder, json.loads(text))  # what a later reader gets, tuples as lists
+
+
+def read_result(folder: Path) -> Result | None:
+    """The finished result in ``folder``, or None if there is none.
+
+    Raises:
+        ResultError: ``result.json`` cannot be read, or a table is missing or changed since it was written.
+    """
+    path = folder / "result.json"
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        files, stored, inputs = content["files"], content["hash"], content["inputs"]
+        content["results"], content["provenance"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ResultError(_refusal(folder, f"is damaged: result.json cannot be read ({error!r})")) from error
+    if stored != inputs_hash(inputs):
+        raise ResultError(_refusal(folder, "is damaged: the hash in result.json is not that of its inputs"))
+    for name, checksum in files.items():
+        if not (folder / name).exists() or sha256(folder / name) != checksum:
+            raise ResultError(_refusal(folder, f"is damaged: {name} is missing or not the file that was written"))
+    return Result(folder, content)
+
+
+def _refusal(folder: Path, reason: str) -> str:
+    shown = paths.show(folder)
+    if not folder.is_relative_to(paths.outputs() / "local"):
+        return f"{shown} {reason}. It is the committed reference: restore it with `git checkout -- {shown}`."
+    return f"{shown} {reason}. Nothing was overwritten. Move it aside with `{set_aside_command(folder)}` and run again."
+
+
+def set_aside_command(folder: Path) -> str:
+    """Shell command that moves a result folder aside, to a name that is still free."""
+    number = 1
+    while folder.with_name(f"{folder.name}.aside-{number}").exists():
+        number += 1
+    shown = paths.show(folder)
+    return f"mv {shown} {shown}.aside-{number}"
+
+
+def reusable(folder: Path, inputs: dict[str, Any]) -> Result | None:
+    """The result in ``folder`` if it was made from ``inputs``, None if there is none.
+
+    Raises:
+        ResultError: it was made from other inputs (the message names the keys that differ), or is damaged.
+    """
+    result = read_result(folder)
+    if result is not None and result.content["hash"] != inputs_hash(inputs):
+        differing = "; ".join(differences(result.content["inputs"], inputs))
+        raise ResultError(_refusal(folder, f"was made with other parameters: {differing}"))
+    return result
+
+
+def differences(there: Any, here: Any, key: str = "") -> list[str]:
+    """What differs between two nested mappings, one text a dotted key."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        names = sorted(set(there) | set(here))
+        return [
+            text
+            for name in names
+            for text in differences(there.get(name, "absent"), here.get(name, "absent"), f"{key}.{name}".lstrip("."))
+        ]
+    return [] if there == here else [f"{key} is {there!r} there and {here!r} here"]
+
+
+def provenance(device: str, threads: int, seconds: float, **others: str | float) -> dict[str, Any]:
+    """What a result does not depend on by intent, recorded so that differences can be traced."""
+    return {
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name).split("+")[0] for name in RECORDED_VERSIONS},
+        "cpu": _cpu_name(),
+        "device": device,
+        "threads": threads,
+        **others,
+        "seconds": round(seconds, 1),
+        "peak_memory_gb": round(_peak_memory() / 1e9, 2),
+        "finished": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _cpu_name() -> str:
+    return str(torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or platform.machine())
+
+
+def _peak_memory() -> int:
+    """Peak resident memory of this process in bytes, or the present one where the system does not keep the peak."""
+    try:
+        import resource
+    except ImportError:
+        return psutil.Process().memory_info().rss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else peak * 1024

@@ -1,0 +1,244 @@
+"""The sweep: one benign fine-tuning cell with one seed, evaluated stacked and merged, and all of them in tables."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lib import benign, models, paths, probes, runs, training
+from lib.adapters import merge, noise_like, stack
+from lib.config import Cell, CellRun, LoraSettings, Scale, Sweep
+from lib.encoding import Encoded, Encoder, content_hash
+from lib.files import building, locked
+from lib.results import Result, ResultError, inputs_hash, provenance, read_result, reusable, write_result
+from lib.runs import Evaluation
+
+PROTOCOL = 1  # raised by hand when results of cells would change
+STACKS = ("stacked", "merged")
+KEYS = ["cell", "kind", "source", "base", "lr", "steps", "seed", "modality", "stack", "dtype", "merge_dtype"]
+HITS = ("hit_full", "hit_secret", "hit_forced")
+
+
+def run_name(cell: str, seed: int) -> str:
+    """Name of the folder in which a cell's run with one seed lies."""
+    return f"{cell}-s{seed}"
+
+
+def folder_of(scale: str, cell: str, seed: int) -> Path:
+    """Where this machine's run of a cell with one seed lies."""
+    return paths.local(scale) / "sweep" / "runs" / run_name(cell, seed)
+
+
+def cell(run: CellRun) -> Result:
+    """One cell with one seed: found where ``run.results`` says, or computed into ``outputs/local``.
+
+    Raises:
+        ResultError: the local result is damaged or of other parameters, or a reference was asked for and is missing.
+        benign.BenignError: a benign record holds a part of a canary.
+    """
+    local = folder_of(run.scale.name, run.cell.id, run.seed)
+    reference = paths.reference(run.scale.name) / "sweep" / "runs" / local.name
+    inputs = cell_inputs(run)
+    if run.results == "reference":
+        found = read_result(reference)
+        if found is None:
+            raise ResultError(f"{paths.show(reference)} holds no result")
+        return found
+    found = reusable(local, inputs)
+    if found is None and run.results == "auto":
+        found = read_result(reference)
+        found = found if found is not None and found.content["hash"] == inputs_hash(inputs) else None
+    if found is not None:
+        return found
+    with locked(local.with_name(f"{local.name}-run")):
+        return reusable(local, inputs) or _compute(run, inputs, local)
+
+
+def cell_inputs(run: CellRun) -> dict[str, Any]:
+    """Everything a cell's result depends on: the testbed, the cell, what all cells share, the seed."""
+    like = None if run.cell.like is None else dataclasses.asdict(run.sweep.cell(run.cell.like))
+    inputs = {
+        "study": "cell",
+        "protocol": {"cell": PROTOCOL, "testbed": runs.PROTOCOL["testbed"]},
+        "scale": runs.scale_inputs(run.scale),
+        "model": models.identity(run.scale.backbone, run.scale.revision),
+        "training": dataclasses.asdict(run.sweep.training),
+        "cell": dataclasses.asdict(run.cell),
+        "like": like,
+        "seed": run.seed,
+    }
+    return json.loads(json.dumps(inputs))
+
+
+def _compute(run: CellRun, inputs: dict, folder: Path) -> Result:
+    started, scale = time.perf_counter(), run.scale
+    with training.threads(scale.threads):
+        encoder, rows = runs.load_testbed(scale)
+        canary_adapters = runs.inject(scale, encoder, rows)
+        base = Encoder(merge(encoder.backbone, base_adapter(canary_adapters, scale, run.cell.base)))
+        loaded = time.perf_counter()
+        adapter, log = cell_adapter(run, base, rows)
+        fitted = time.perf_counter()
+        before = base_evaluation(run, base, rows)
+        after = {
+            how: runs.evaluate_model(place(base.backbone, adapter), base, rows, scale.evaluation_batch)
+            for how, place in (("stacked", stack), ("merged", merge))
+        }
+    evaluated = time.perf_counter()
+    nll, recall = slices(run, before, after)
+    seconds = {"loading": loaded - started, "training": fitted - loaded, "evaluation": evaluated - fitted}
+    results = {
+        "rows": summary(run.cell, run.seed, nll, recall).to_dict("records"),
+        "last_loss": None if log is None else round(float(log.loss.iloc[-1]), 6),
+    }
+    record = provenance(
+        str(training.accelerator().device),
+        scale.threads,
+        evaluated - started,
+        training_precision=training.resolve_precision(run.sweep.training.precision),
+        evaluation_dtype="float32",
+        seconds_of={name: round(value, 1) for name, value in seconds.items()},
+    )
+    tables: dict[str, Callable] = {
+        "token_nll.parquet": lambda path: nll.to_parquet(path, index=False),
+        "recall.parquet": lambda path: recall.to_parquet(path, index=False),
+    }
+    if log is not None:
+        tables["training.csv"] = lambda path: log.round(6).to_csv(path, index=False)
+    return write_result(folder, inputs, json.loads(json.dumps(results)), record, tables)
+
+
+def base_adapter(adapters: training.TrainedAdapters, scale: Scale, base: str) -> Path:
+    """The canary adapter behind a base: ``full``, or ``stop-<n>`` for the n-th stopping step."""
+    if base == "full":
+        return adapters.adapter()
+    return adapters.adapter(scale.injection.stop_steps[int(base.removeprefix("stop-")) - 1])
+
+
+def cell_adapter(run: CellRun, base: Encoder, rows: list[Encoded]) -> tuple[Path, pd.DataFrame | None]:
+    """The cell's adapter on its base, and its training log: trained on benign data, or noise of that size."""
+    if run.cell.kind != "noise":
+        trained = fine_tuned(run.scale, run.sweep, run.cell, run.seed, base, rows)
+        return trained.adapter(), trained.log
+    like = fine_tuned(run.scale, run.sweep, run.sweep.cell(run.cell.like), run.seed, base, rows)
+    folder = like.folder / f"noise-{run.cell.source}-{run.seed}"
+    return noise_like(like.adapter(), run.cell.source, run.seed, folder), None
+
+
+def fine_tuned(
+    scale: Scale, sweep: Sweep, cell: Cell, seed: int, base: Encoder, rows: list[Encoded]
+) -> training.TrainedAdapters:
+    """A cell's benign adapter, trained or taken from ``outputs/local``; its data is screened against ``rows`` first."""
+    common = sweep.training
+    takes_images = base.backbone.takes_images
+    records = (
+        benign.generate(cell.source, common.records, seed, takes_images)
+        if cell.source in benign.SOURCES
+        else benign.read(Path(cell.source))
+    )
+    benign.screen_against(records, [row.canary for row in rows])
+    settings = LoraSettings(
+        rank=common.rank,
+        alpha=common.alpha,
+        learning_rate=cell.learning_rate,
+        warmup_steps=common.warmup_steps,
+        batch_size=common.batch_size,
+        max_steps=cell.steps,
+        check_every=50,
+        seed=seed,
+        precision=common.precision,
+    )
+    return runs.trained(scale, base, base.encode(records), settings, PROTOCOL)
+
+
+def base_evaluation(run: CellRun, base: Encoder, rows: list[Encoded]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Per-token scores and recalls of a base before benign tuning, computed once and kept."""
+    folder = paths.local(run.scale.name) / "sweep" / "bases" / run.cell.base
+    inputs = {"model": base.backbone.revision, "data": content_hash(rows), "protocol": PROTOCOL}
+    with locked(folder):
+        found = reusable(folder, inputs)
+        if found is None:
+            evaluation = runs.evaluate_model(base.backbone, base, rows, run.scale.evaluation_batch)
+            tables = {
+                "token_nll.parquet": lambda path: evaluation.scores.table().to_parquet(path, index=False),
+                "recall.parquet": lambda path: evaluation.recall.table(rows).to_parquet(path, index=False),
+            }
+            found = write_result(folder, inputs, {}, {}, tables)
+    return found.table("token_nll.parquet"), found.table("recall.parquet")
+
+
+def slices(
+    run: CellRun, before: tuple[pd.DataFrame, pd.DataFrame], after: dict[str, Evaluation]
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The cell's slices of ``token_nll.parquet`` and ``recall.parquet``: every reading beside its base's."""
+    nll_base, recall_base = before
+    nll, recall = [], []
+    for how, evaluation in after.items():
+        labels = {"cell": run.cell.id, "seed": run.seed, "stack": how, "dtype": "float32", "merge_dtype": "float32"}
+        scores = evaluation.scores.table()
+        base = nll_base.set_index(["canary", "position"]).loc[list(zip(scores.canary, scores.position, strict=True))]
+        nll.append(scores.assign(**labels, nll_base=base.nll.to_numpy(), greedy_id_base=base.greedy_id.to_numpy()))
+        hits = evaluation.recall.table(evaluation.scores.rows)
+        base = recall_base.set_index("canary").loc[hits.canary]
+        recall.append(hits.assign(**labels, **{f"{hit}_base": base[hit].to_numpy() for hit in HITS}))
+    shared = ["cell", "seed", "canary", "modality", "stack", "dtype", "merge_dtype"]
+    scored = ["position", "span", "token_id", "nll_base", "nll", "greedy_id_base", "greedy_id"]
+    hit_columns = [name for hit in HITS for name in (f"{hit}_base", hit)]
+    return (
+        pd.concat(nll, ignore_index=True)[shared + scored],
+        pd.concat(recall, ignore_index=True)[[*shared, *hit_columns, "output_ids"]],
+    )
+
+
+def summary(cell: Cell, seed: int, nll: pd.DataFrame, recall: pd.DataFrame) -> pd.DataFrame:
+    """Rows of ``cells.csv`` for one run: mean changes in nats a token, and recalls, by modality and stack."""
+    rows = []
+    for (modality, how, dtype, merge_dtype), part in nll.groupby(["modality", "stack", "dtype", "merge_dtype"]):
+        delta = part.nll - part.nll_base
+        means = {"d_nll_mean20": _canary_mean(part, delta, part.position < probes.WINDOW)}
+        means |= {
+            f"d_nll_{span}": _canary_mean(part, delta, part.span == span) for span in ("hex", "preamble", "suffix")
+        }
+        hits = recall[(recall["modality"] == modality) & (recall["stack"] == how)]
+        shares = {name: hits[name].mean() for hit in HITS for name in (f"{hit}_base", hit)}
+        values = (cell.id, cell.kind, cell.source, cell.base, cell.learning_rate, cell.steps, seed)
+        labels = dict(zip(KEYS, (*values, modality, how, dtype, merge_dtype), strict=True))
+        rows.append(labels | {name: round(float(value), 8) for name, value in (means | shares).items()})
+    return pd.DataFrame(rows)
+
+
+def _canary_mean(part: pd.DataFrame, delta: pd.Series, chosen: pd.Series) -> float:
+    """Mean over canaries of each canary's mean change over the chosen positions."""
+    return delta[chosen].groupby(part.canary[chosen]).mean().mean()
+
+
+def collect(sweep: Sweep, finished: Iterable[Result]) -> dict[str, pd.DataFrame]:
+    """The sweep's tables from its finished runs: ``cells.csv``, ``token_nll.parquet``, ``recall.parquet``.
+
+    Raises:
+        ResultError: a run of the sweep is missing.
+    """
+    results = {(r.content["inputs"]["cell"]["id"], r.content["inputs"]["seed"]): r for r in finished}
+    wanted = [(cell.id, seed) for cell in sweep.cells for seed in sweep.seeds]
+    missing = [run_name(*key) for key in wanted if key not in results]
+    if missing:
+        raise ResultError(f"{len(missing)} of {len(wanted)} runs are missing, {missing[0]} among them")
+    ordered = [results[key] for key in wanted]
+    return {
+        "cells.csv": pd.concat([pd.DataFrame(result.values["rows"]) for result in ordered], ignore_index=True),
+        "token_nll.parquet": pd.concat([r.table("token_nll.parquet") for r in ordered], ignore_index=True),
+        "recall.parquet": pd.concat([r.table("recall.parquet") for r in ordered], ignore_index=True),
+    }
+
+
+def write_tables(folder: Path, tables: dict[str, pd.DataFrame]) -> None:
+    """Write the sweep's tables, each whole or not at all."""
+    for name, table in tables.items():
+        with building(folder / name) as unfinished:
+            table.to_parquet(unfinished, index=False) if name.endswith(".parquet") else table.to_csv(
+                unfinished, index=False
+            )
