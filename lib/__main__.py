@@ -14,6 +14,7 @@ from nbclient.exceptions import DeadKernelError
 
 from lib import config, embedded, files, paths
 from lib.errors import LeakbookError
+from lib.results import Result, read_result
 
 STUDIES = {"testbed": "00_testbed"}
 KERNEL_ARGUMENTS = ["--log-level=ERROR"]  # its warning about local sockets says nothing a reader can act on
@@ -86,7 +87,6 @@ def _execute(notebook: str, output: Path, scale: str, result: Path) -> None:
 
 def _report(scale: str, folders: dict[str, Path], folder: Path, seconds: float) -> None:
     from lib import paper
-    from lib.results import read_result
 
     results = {study: read_result(path) for study, path in folders.items()}
     table = paper.claims_table({study: result.values for study, result in results.items()}, scale)
@@ -150,7 +150,6 @@ def _aligned(table: pd.DataFrame) -> str:
 def reference(scale: str) -> None:
     """Make this machine's complete local results of one scale the committed reference: all of them or none."""
     from lib import paper
-    from lib.results import read_result
 
     results = {study: read_result(paths.local(scale) / study) for study in STUDIES}
     missing = [study for study, result in results.items() if result is None]
@@ -159,9 +158,7 @@ def reference(scale: str) -> None:
     with files.building(paths.reference(scale)) as unfinished:
         unfinished.mkdir()
         for study, result in results.items():
-            (unfinished / study).mkdir()
-            for name in [*result.content["files"], "result.json"]:
-                shutil.copy2(result.folder / name, unfinished / study / name)
+            _copy_result(result, unfinished / study)
         claims = paper.claims_table({study: result.values for study, result in results.items()}, scale)
         claims.to_csv(unfinished / "claims.csv", index=False)
         for other in paths.reference(scale).glob("*"):  # results of studies that are committed as they land
@@ -170,6 +167,25 @@ def reference(scale: str) -> None:
     if scale == "laptop":
         _write_readme(claims)
     click.echo(f"wrote {paths.show(paths.reference(scale))}")
+
+
+@main.command()
+@click.option("--scale", default="laptop", show_default=True)
+def land(scale: str) -> None:
+    """Copy this machine's finished runs of the sweep, whole ones only, to where they are committed from."""
+
+    source, target = paths.local(scale) / "sweep" / "runs", paths.reference(scale) / "sweep" / "runs"
+    finished = [result for folder in sorted(source.glob("*")) if (result := read_result(folder)) is not None]
+    for result in finished:
+        _copy_result(result, target / result.folder.name)
+    click.echo(f"{len(finished)} runs in {paths.show(target)}")
+
+
+def _copy_result(result: Result, target: Path) -> None:
+    with files.building(target) as unfinished:
+        unfinished.mkdir(parents=True)
+        for name in [*result.content["files"], "result.json"]:
+            shutil.copy2(result.folder / name, unfinished / name)
 
 
 def _write_readme(claims: pd.DataFrame) -> None:
