@@ -329,6 +329,68 @@ def _check_cell(sweep: Sweep, cell: Cell, where: str) -> None:
         raise ConfigError(f"{where}.{given[0]}: got {trained[given[0]]!r}, expected null, since noise is not trained.")
 
 
+CHANGES = ("damaged", "strengthened", "unchanged", "inconclusive", "not testable")
+_TABLES: dict[str, dict[str, tuple[str, ...]]] = {  # of params/verdicts.yaml: what a row may ask, and the answers
+    "change": {
+        **dict.fromkeys(("mean20", "hex", "preamble", "suffix", "hit_full", "hit_secret", "hit_forced"), CHANGES),
+        "decoys": ("specific", "general", "at_cap", "not_run"),
+    },
+    "level": {
+        "recall": ("all", "some", "none"),
+        "rank": ("low", "chance", "not_run"),
+        "nll": ("below", "not_below"),
+    },
+}
+_SHARES = ("preamble_share_at_least", "base_recall_is")
+
+
+def load_verdicts(path: Path | None = None) -> dict[str, Any]:
+    """Read and check the rules in ``params/verdicts.yaml``, which say what they mean.
+
+    Raises:
+        ConfigError: a rule asks something unknown, expects an unknown answer, or a table has no last row for the rest.
+    """
+    path = path or paths.PARAMS / "verdicts.yaml"
+    with open(path, encoding="utf-8") as file:
+        rules = yaml.safe_load(file)
+    expected = ["margin", "readings", "probes", "patterns", "change", "level", "picking"]
+    if not isinstance(rules, dict) or list(rules) != expected:
+        raise ConfigError(
+            f"{path.name}: got {list(rules or ())}, expected the parts {', '.join(expected)} in this order."
+        )
+    for name, pattern in rules["patterns"].items():
+        _check_conditions(pattern, f"{path.name}, pattern {name}", {*_SHARES, "any"})
+    for table, answers in _TABLES.items():
+        for number, row in enumerate(rules[table], 1):
+            where = f"{path.name}, {table}, row {number}"
+            if not isinstance(row.get("verdict"), str):
+                raise ConfigError(f"{where}: got {row!r}, expected a row with a verdict.")
+            _check_answers({key: value for key, value in row.items() if key != "verdict"}, where, answers)
+        if set(rules[table][-1]) != {"verdict"}:
+            raise ConfigError(f"{path.name}, {table}: the last row {rules[table][-1]!r} must match everything else.")
+    _convert(float, rules["margin"]["total_nats"], f"{path.name}, margin.total_nats")
+    _convert(tuple[float, ...], rules["margin"]["curve"], f"{path.name}, margin.curve")
+    return rules
+
+
+def _check_conditions(pattern: Any, where: str, special: set[str]) -> None:
+    for key in special & set(pattern):
+        if key == "any":
+            _check_conditions(pattern["any"], f"{where}, any", set())
+        else:
+            _check_range(f"{where}.{key}", _convert(float, pattern[key], f"{where}.{key}"), 0.0)
+    _check_answers({k: v for k, v in pattern.items() if k not in special}, where, _TABLES["change"])
+
+
+def _check_answers(conditions: dict[str, Any], where: str, answers: dict[str, tuple[str, ...]]) -> None:
+    for key, expected in conditions.items():
+        if key not in answers:
+            raise ConfigError(f"{where}: unknown rule {key!r}; known are {', '.join(answers)}.")
+        for answer in _convert(tuple[str, ...], expected, f"{where}.{key}"):
+            if answer not in answers[key]:
+                raise ConfigError(f"{where}.{key}: got {answer!r}, expected one of {', '.join(answers[key])}.")
+
+
 @dataclass(frozen=True)
 class CellRun:
     """Parameters of the ``cell`` notebook, checked: one cell of the sweep with one seed. ``results`` as in Testbed."""

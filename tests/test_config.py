@@ -15,6 +15,8 @@ def test_every_parameter_file_loads(path):
     content = yaml.safe_load(path.read_text())
     if path.name == "cells.yaml":
         assert len(config.load_sweep(config.load_scale("laptop")).cells) == 34
+    elif path.name == "verdicts.yaml":
+        assert list(config.load_verdicts()["patterns"]) == ["window_truncation", "non_secret_drift", "ambiguous_drop"]
     elif path.name == "scales.yaml":
         for name in content:
             assert config.load_scale(name).name == name
@@ -142,3 +144,44 @@ def test_a_cell_that_cannot_be_run_is_refused(tmp_path, old, new, message):
     (tmp_path / "cells.yaml").write_text(text.replace(old, new, 1))
     with pytest.raises(ConfigError, match=message):
         config.load_sweep(config.load_scale("laptop"), tmp_path / "cells.yaml")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("total_nats: 0.04", "total_nats: 4e-2", "margin.total_nats: got '4e-2' .str., expected a number"),
+        (
+            "mean20: [strengthened]",
+            "mean21: [strengthened]",
+            "pattern ambiguous_drop: unknown rule 'mean21'; known are",
+        ),
+        (
+            "mean20: [strengthened]",
+            "mean20: [better]",
+            "ambiguous_drop.mean20: got 'better', expected one of damaged, ",
+        ),
+        ("any: {hex: [damaged]", "any: {hexx: [damaged]", "window_truncation, any: unknown rule 'hexx'"),
+        (
+            "decoys: [general]",
+            "decoys: [usual]",
+            "change, row 4.decoys: got 'usual', expected one of specific, general",
+        ),
+        ("recall: [some]", "recall: some", "level, row 2.recall: got 'some' .str., expected a list of a string"),
+        ("preamble_share_at_least: 0.9", "preamble_share_at_least: -1", "got -1.0, expected at least 0.0"),
+        ("  - {verdict: inconclusive}\n\n# The protocol's verdict on level", "\n# The", "must match everything else"),
+        ("picking:", "choosing:", "expected the parts margin, readings, probes, patterns, change, level, picking"),
+    ],
+)
+def test_an_unknown_rule_is_refused(tmp_path, old, new, message):
+    text = (paths.PARAMS / "verdicts.yaml").read_text()
+    assert old in text
+    (tmp_path / "verdicts.yaml").write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=message):
+        config.load_verdicts(tmp_path / "verdicts.yaml")
+
+
+def test_every_probe_that_a_rule_names_is_one_of_the_probes():
+    rules = config.load_verdicts()
+    asked = {key for row in rules["change"] for key in row} - {"verdict", "decoys"}
+    assert asked <= set(rules["probes"])
+    assert set(rules["picking"]) - {"rows", "confirmation"} == set(rules["patterns"])
