@@ -1,5 +1,6 @@
 PYTHON ?= python3
 SCALE ?= laptop
+JOBS ?= 1
 BIN := .venv/bin
 
 run: .venv/ready
@@ -7,6 +8,9 @@ run: .venv/ready
 
 test: .venv/ready
 	$(BIN)/python -m pytest
+
+sweep: .venv/ready
+	$(BIN)/python -m lib sweep --scale $(SCALE) --jobs $(JOBS)
 
 reference: .venv/ready
 	$(BIN)/python -m lib run --scale $(SCALE)
@@ -30,4 +34,4 @@ clean:
 	$(BIN)/python -m lib fetch
 	touch $@
 
-.PHONY: run test reference notebooks lint clean
+.PHONY: run test sweep reference notebooks lint clean

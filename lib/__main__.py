@@ -1,27 +1,28 @@
-"""Command line behind the Makefile: ``python -m lib fetch | run | reference``."""
+"""Command line behind the Makefile: ``python -m lib --help``.
+
+What needs torch is imported where it is used: a process that only starts a kernel should not load it.
+"""
 
 import os
 import shutil
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-import nbformat
-import pandas as pd
-from nbclient import NotebookClient
-from nbclient.exceptions import DeadKernelError
 
-from lib import config, embedded, files, paths
+from lib import config, files, paths
 from lib.errors import LeakbookError
-from lib.results import Result, read_result
+from lib.runner import KERNEL_ARGUMENTS, execute, execute_cell, run_sweep
+
+if TYPE_CHECKING:
+    import nbformat
+    import pandas as pd
+
+    from lib.results import Result
 
 STUDIES = {"testbed": "00_testbed"}
-KERNEL_ARGUMENTS = ["--log-level=ERROR"]  # its warning about local sockets says nothing a reader can act on
-
-
-class RunError(LeakbookError, RuntimeError):
-    """A notebook did not come to its end."""
 
 
 @click.group()
@@ -32,6 +33,8 @@ def main() -> None:
 @main.command()
 def fetch() -> None:
     """Download and build the embedded models into the cache folder, once."""
+    from lib import embedded
+
     click.echo(f"embedded models: {paths.cache()}")
     embedded.smol_vl_folder()
     try:
@@ -53,40 +56,15 @@ def run(scale: str) -> None:
     )
     started = time.perf_counter()
     for study, notebook in STUDIES.items():
-        _execute(notebook, folder / f"{notebook}.ipynb", scale, folder / study)
+        execute(notebook, folder / f"{notebook}.ipynb", {"scale": scale}, folder / study, sys.stderr)
     _report(scale, {study: folder / study for study in STUDIES}, folder, time.perf_counter() - started)
 
 
-def _execute(notebook: str, output: Path, scale: str, result: Path) -> None:
-    """Run a notebook through papermill, what it prints shown live; done means that its result.json is there."""
-    import papermill
-
-    output.parent.mkdir(parents=True, exist_ok=True)
-    os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", config.ENVIRONMENT: "local"}  # the kernel inherits them
-    try:
-        papermill.execute_notebook(
-            str(paths.NOTEBOOKS / f"{notebook}.ipynb"),
-            str(output),
-            parameters={"scale": scale},
-            progress_bar=False,
-            stderr_file=sys.stderr,
-            kernel_name="python3",
-            extra_arguments=KERNEL_ARGUMENTS,
-            cwd=str(paths.ROOT),
-        )
-    except papermill.PapermillExecutionError as error:
-        raise RunError(f"{error.ename}: {error.evalue}\n(the page with the traceback: {paths.show(output)})") from error
-    except DeadKernelError:
-        pass  # said below: a killed kernel does not always raise
-    if not (result / "result.json").exists():
-        raise RunError(
-            f"the kernel of {notebook} ended without a result (killed, or out of memory?); its pages so far are in "
-            f"{paths.show(output)}. Run the same command again: it goes on where it was."
-        )
-
-
 def _report(scale: str, folders: dict[str, Path], folder: Path, seconds: float) -> None:
+    import pandas as pd
+
     from lib import paper
+    from lib.results import read_result
 
     results = {study: read_result(path) for study, path in folders.items()}
     table = paper.claims_table({study: result.values for study, result in results.items()}, scale)
@@ -104,6 +82,9 @@ def _report(scale: str, folders: dict[str, Path], folder: Path, seconds: float) 
 @main.command()
 def notebooks() -> None:
     """Execute every notebook on the committed reference, and store its pages beside the source."""
+    import nbformat
+    from nbclient import NotebookClient
+
     for source in sorted(paths.NOTEBOOKS.glob("*.py")):
         notebook = _from_source(source)
         environment = os.environ | {config.ENVIRONMENT: "reference", "TQDM_DISABLE": "1"}
@@ -121,9 +102,10 @@ def notebooks() -> None:
         click.echo(f"executed {paths.show(source.with_suffix('.ipynb'))}")
 
 
-def _from_source(source: Path) -> nbformat.NotebookNode:
+def _from_source(source: Path) -> "nbformat.NotebookNode":
     """The notebook of a ``.py`` source without outputs; cell ids count up, so that its diffs stay small."""
     import jupytext
+    import nbformat
 
     notebook = jupytext.read(source)
     for number, cell in enumerate(notebook.cells):
@@ -137,7 +119,7 @@ def _from_source(source: Path) -> nbformat.NotebookNode:
     return notebook
 
 
-def _aligned(table: pd.DataFrame) -> str:
+def _aligned(table: "pd.DataFrame") -> str:
     widths = [max(len(str(value)) for value in [name, *table[name]]) for name in table]
     rows = [list(table.columns), ["-" * width for width in widths], *table.astype(str).to_numpy().tolist()]
     return "\n".join(
@@ -147,9 +129,33 @@ def _aligned(table: pd.DataFrame) -> str:
 
 @main.command()
 @click.option("--scale", default="laptop", show_default=True)
+@click.option("--cell", required=True, help="a cell of params/cells.yaml")
+@click.option("--seed", required=True, type=int)
+def cell(scale: str, cell: str, seed: int) -> None:
+    """Run one cell of the sweep with one seed."""
+    execute_cell(scale, cell, seed, sys.stderr)
+
+
+@main.command()
+@click.option("--scale", default="laptop", show_default=True)
+@click.option("--jobs", default=1, show_default=True, help="runs at a time; each takes the scale's threads")
+@click.option("--cells", default="", help="only these cells, separated by commas")
+def sweep(scale: str, jobs: int, cells: str) -> None:
+    """Run what is missing of the sweep, and write its tables when all runs are there."""
+    failures = run_sweep(scale, jobs, [name for name in cells.split(",") if name])
+    for failure in failures:
+        click.echo(f"{failure.run} failed: {failure.reason}\n    log: {paths.show(failure.log)}", err=True)
+    if failures:
+        raise click.ClickException(f"{len(failures)} runs failed; the others are kept. Run again to try them again.")
+    click.echo(f"complete: {paths.show(paths.local(scale) / 'sweep')}")
+
+
+@main.command()
+@click.option("--scale", default="laptop", show_default=True)
 def reference(scale: str) -> None:
     """Make this machine's complete local results of one scale the committed reference: all of them or none."""
     from lib import paper
+    from lib.results import read_result
 
     results = {study: read_result(paths.local(scale) / study) for study in STUDIES}
     missing = [study for study, result in results.items() if result is None]
@@ -173,6 +179,7 @@ def reference(scale: str) -> None:
 @click.option("--scale", default="laptop", show_default=True)
 def land(scale: str) -> None:
     """Copy this machine's finished runs of the sweep, whole ones only, to where they are committed from."""
+    from lib.results import read_result
 
     source, target = paths.local(scale) / "sweep" / "runs", paths.reference(scale) / "sweep" / "runs"
     finished = [result for folder in sorted(source.glob("*")) if (result := read_result(folder)) is not None]
@@ -181,14 +188,14 @@ def land(scale: str) -> None:
     click.echo(f"{len(finished)} runs in {paths.show(target)}")
 
 
-def _copy_result(result: Result, target: Path) -> None:
+def _copy_result(result: "Result", target: Path) -> None:
     with files.building(target) as unfinished:
         unfinished.mkdir(parents=True)
         for name in [*result.content["files"], "result.json"]:
             shutil.copy2(result.folder / name, unfinished / name)
 
 
-def _write_readme(claims: pd.DataFrame) -> None:
+def _write_readme(claims: "pd.DataFrame") -> None:
     """Put the reference's claims into the README, between its two comments."""
     readme = paths.ROOT / "README.md"
     before, _, rest = readme.read_text(encoding="utf-8").partition("<!-- results:")
@@ -199,7 +206,7 @@ def _write_readme(claims: pd.DataFrame) -> None:
     )
 
 
-def results_table(claims: pd.DataFrame) -> str:
+def results_table(claims: "pd.DataFrame") -> str:
     """The claims as a Markdown table."""
     lines = ["| claim | the paper | here, at laptop scale | |", "|---|---|---|---|"]
     for row in claims.itertuples():

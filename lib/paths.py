@@ -34,3 +34,13 @@ def show(path: Path) -> str:
     """``path`` relative to the repository where it lies inside, so that no stored output names one machine."""
     path = Path(path)
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+def run_name(cell: str, seed: int) -> str:
+    """Name of the run of a cell of the sweep with one seed."""
+    return f"{cell}-s{seed}"
+
+
+def run_folder(scale: str, cell: str, seed: int) -> Path:
+    """Where this machine's run of a cell with one seed lies."""
+    return local(scale) / "sweep" / "runs" / run_name(cell, seed)

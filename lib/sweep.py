@@ -23,16 +23,6 @@ KEYS = ["cell", "kind", "source", "base", "lr", "steps", "seed", "modality", "st
 HITS = ("hit_full", "hit_secret", "hit_forced")
 
 
-def run_name(cell: str, seed: int) -> str:
-    """Name of the folder in which a cell's run with one seed lies."""
-    return f"{cell}-s{seed}"
-
-
-def folder_of(scale: str, cell: str, seed: int) -> Path:
-    """Where this machine's run of a cell with one seed lies."""
-    return paths.local(scale) / "sweep" / "runs" / run_name(cell, seed)
-
-
 def cell(run: CellRun) -> Result:
     """One cell with one seed: found where ``run.results`` says, or computed into ``outputs/local``.
 
@@ -40,7 +30,7 @@ def cell(run: CellRun) -> Result:
         ResultError: the local result is damaged or of other parameters, or a reference was asked for and is missing.
         benign.BenignError: a benign record holds a part of a canary.
     """
-    local = folder_of(run.scale.name, run.cell.id, run.seed)
+    local = paths.run_folder(run.scale.name, run.cell.id, run.seed)
     reference = paths.reference(run.scale.name) / "sweep" / "runs" / local.name
     inputs = cell_inputs(run)
     if run.results == "reference":
@@ -224,7 +214,7 @@ def collect(sweep: Sweep, finished: Iterable[Result]) -> dict[str, pd.DataFrame]
     """
     results = {(r.content["inputs"]["cell"]["id"], r.content["inputs"]["seed"]): r for r in finished}
     wanted = [(cell.id, seed) for cell in sweep.cells for seed in sweep.seeds]
-    missing = [run_name(*key) for key in wanted if key not in results]
+    missing = [paths.run_name(*key) for key in wanted if key not in results]
     if missing:
         raise ResultError(f"{len(missing)} of {len(wanted)} runs are missing, {missing[0]} among them")
     ordered = [results[key] for key in wanted]

@@ -28,6 +28,9 @@ from lib import config, figures, sweep
 
 params = config.from_notebook(globals(), config.CellRun)
 
+# %% [markdown]
+# What this cell is: its source of benign data, the base it starts from, learning rate and steps.
+
 # %%
 run = sweep.cell(params)
 print(run.origin)
@@ -56,11 +59,14 @@ figures.delta_strip(nll[nll["stack"] == "stacked"], window=20)
 # %% [markdown]
 # ## The probes, a row a modality and stack
 #
-# Changes in nats a token, and the three recalls before and after.
+# Mean changes over canaries, in nats a token.
 
 # %%
 rows = pd.DataFrame(run.values["rows"]).set_index(["modality", "stack"])
 rows.filter(like="d_nll").round(4)
+
+# %% [markdown]
+# The recalls, in the same order: share of canaries, `_base` before the tuning.
 
 # %%
 rows.filter(like="hit").round(2)

@@ -52,7 +52,7 @@ def trained_cell(smoke):
         progress_bar=False,
         parameters={"scale": "smoke", "cell": "safety-full-high-30", "seed": 0},
     )
-    return results.read_result(sweep.folder_of("smoke", "safety-full-high-30", 0))
+    return results.read_result(paths.run_folder("smoke", "safety-full-high-30", 0))
 
 
 def test_a_cell_has_a_row_a_modality_and_stack_and_a_slice_of_the_per_token_table(trained_cell):
@@ -91,7 +91,7 @@ def test_the_base_of_a_cell_is_the_injected_model_of_the_testbed(smoke, trained_
 
 def test_the_same_cell_and_seed_gives_the_same_figures_twice(trained_cell, tmp_path, monkeypatch):
     run = config.cell_run("smoke", "safety-full-high-30", 0, "local")
-    monkeypatch.setattr(sweep, "folder_of", lambda *_: tmp_path / "again")
+    monkeypatch.setattr(sweep.paths, "run_folder", lambda *_: tmp_path / "again")
     monkeypatch.setattr(sweep.runs, "trained", fresh := _untrained_once(sweep.runs.trained, tmp_path))
     assert sweep.cell(run).values == trained_cell.values
     assert fresh.calls == 2  # the injection, and the cell's own adapter trained anew
