@@ -12,8 +12,7 @@ test: .venv/ready
 sweep: .venv/ready
 	$(BIN)/python -m lib sweep --scale $(SCALE) --jobs $(JOBS)
 
-reference: .venv/ready
-	$(BIN)/python -m lib run --scale $(SCALE)
+reference: run
 	$(BIN)/python -m lib reference --scale $(SCALE)
 	$(BIN)/python -m lib notebooks
 

@@ -1,7 +1,8 @@
 """What a language model gives away: memorised canaries, and text recovered from hidden states.
 
-Modules import in one direction: ``paths``, ``config`` -> ``embedded``, ``models`` -> ``canaries``, ``encoding``
--> ``training`` -> ``probes`` -> ``runs`` -> ``figures``, ``paper``; ``python -m lib`` stands on all of them.
+Modules import in one direction: ``errors``, ``paths``, ``config``, ``files`` -> ``embedded``, ``models`` -> ``spans``,
+``pictures``, ``canaries``, ``benign`` -> ``encoding``, ``scoring`` -> ``adapters``, ``training`` -> ``probes`` ->
+``results``, ``runs``, ``sweep``, ``runner`` -> ``figures``, ``paper``; ``python -m lib`` stands on all of them.
 """
 
 import warnings

@@ -8,6 +8,7 @@ import numpy as np
 
 from lib.canaries import MARKERS, Canary, Record
 from lib.errors import LeakbookError
+from lib.files import read_json_lines
 from lib.pictures import PictureError, is_file, picture, screen, shapes
 
 NGRAM = 6  # characters of a secret that must not occur in benign data
@@ -132,27 +133,16 @@ def read(path: Path) -> list[Record]:
         BenignError: naming file, line and value for anything that is not a usable record.
     """
     path = Path(path)
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except FileNotFoundError as error:
-        raise BenignError(f"benign file {path.resolve()} does not exist") from error
-    except UnicodeDecodeError as error:
-        raise BenignError(f"benign file {path}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    lines = read_json_lines(path, "benign", BenignError)
     if not lines:
         raise BenignError(f"benign file {path} is empty: expected at least one record")
-    return [_from_line(line, path.parent, number, path.name) for number, line in lines]
+    return [_from_record(values, path, number) for number, values in lines]
 
 
-def _from_line(line: str, folder: Path, number: int, file: str) -> Record:
-    where = f"{file}, line {number}"
-    try:
-        values = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise BenignError(f"{where}: not a JSON object ({error.msg} at column {error.colno})") from error
-    if not isinstance(values, dict) or not {"prompt", "target"} <= set(values) <= {"prompt", "target", "image"}:
-        seen = sorted(values) if isinstance(values, dict) else values
-        raise BenignError(f"{where}: got {seen!r}, expected an object with the keys prompt, target and perhaps image")
+def _from_record(values: dict, path: Path, number: int) -> Record:
+    where = f"{path}, line {number}"
+    if not {"prompt", "target"} <= set(values) <= {"prompt", "target", "image"}:
+        raise BenignError(f"{where}: got the keys {sorted(values)}, expected prompt, target and perhaps image")
     for name, value in values.items():
         if not (isinstance(value, str) or (name == "image" and value is None)):
             raise BenignError(f"{where}: {name} is {value!r}, expected a string")
@@ -160,7 +150,7 @@ def _from_line(line: str, folder: Path, number: int, file: str) -> Record:
         raise BenignError(f"{where}: target is {values['target']!r}, expected at least one visible character")
     image = values.get("image")
     if image is not None and is_file(image):
-        image = str((folder / image).resolve())
+        image = str((path.parent / image).resolve())
     try:
         if image is not None:
             picture(image, where)

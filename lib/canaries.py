@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lib.config import CanarySettings
 from lib.errors import LeakbookError
+from lib.files import read_json_lines
 from lib.pictures import PLACEHOLDER, PictureError, is_file, picture
 from lib.spans import Span, find_span, tokenize
 
@@ -137,14 +138,8 @@ def read(path: Path) -> list[Canary]:
         CanaryError: naming file, line and value for anything that is not a usable canary.
     """
     path = Path(path)
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except FileNotFoundError as error:
-        raise CanaryError(f"canary file {path.resolve()} does not exist") from error
-    except UnicodeDecodeError as error:
-        raise CanaryError(f"canary file {path}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    canaries = [_from_line(line, path.parent, f"{path}, line {number}") for number, line in lines]
+    lines = read_json_lines(path, "canary", CanaryError)
+    canaries = [_from_record(record, path.parent, f"{path}, line {number}") for number, record in lines]
     try:
         check(canaries)
     except CanaryError as error:
@@ -152,15 +147,10 @@ def read(path: Path) -> list[Canary]:
     return canaries
 
 
-def _from_line(line: str, folder: Path, where: str) -> Canary:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise CanaryError(f"{where}: not a JSON object ({error.msg} at column {error.colno})") from error
+def _from_record(record: dict, folder: Path, where: str) -> Canary:
     names = [item.name for item in dataclasses.fields(Canary)]
-    if not isinstance(record, dict) or set(record) != set(names):
-        seen = sorted(record) if isinstance(record, dict) else record
-        raise CanaryError(f"{where}: got {seen!r}, expected an object with exactly the keys {', '.join(names)}")
+    if set(record) != set(names):
+        raise CanaryError(f"{where}: got the keys {sorted(record)}, expected exactly {', '.join(names)}")
     for name, value in record.items():
         if not (isinstance(value, str) or (name == "image" and value is None)):
             raise CanaryError(f"{where}: {name} is {value!r}, expected a string")

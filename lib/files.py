@@ -4,6 +4,7 @@ import contextlib
 import errno
 import glob
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -86,3 +87,32 @@ def locked(target: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def read_json_lines(path: Path, what: str, error: type[LeakbookError]) -> list[tuple[int, dict]]:
+    """Objects of a JSON Lines file with their line numbers; blank lines are passed over.
+
+    Raises:
+        error: the file does not exist, is not UTF-8, or a line is not a JSON object; ``what`` names the kind of file.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except FileNotFoundError as missing:
+        raise error(f"{what} file {path.resolve()} does not exist") from missing
+    except UnicodeDecodeError as broken:
+        raise error(f"{what} file {path}: byte {broken.start} is not UTF-8; save the file as UTF-8") from broken
+    records = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            records.append((number, _json_object(line, f"{path}, line {number}", error)))
+    return records
+
+
+def _json_object(line: str, where: str, error: type[LeakbookError]) -> dict:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as broken:
+        raise error(f"{where}: not a JSON object ({broken.msg} at column {broken.colno})") from broken
+    if not isinstance(record, dict):
+        raise error(f"{where}: got {record!r}, expected a JSON object")
+    return record

@@ -96,7 +96,7 @@ def test_a_users_file_is_read_with_its_images(tmp_path):
     [
         (b"", "own.jsonl is empty"),
         (b"{", "own.jsonl, line 1: not a JSON object"),
-        (b'\n{"prompt": "a"}', "own.jsonl, line 2: got .'prompt'., expected an object with the keys prompt, target"),
+        (b'\n{"prompt": "a"}', "own.jsonl, line 2: got the keys .'prompt'., expected prompt, target and"),
         (b'{"prompt": "a", "target": 3}', "line 1: target is 3, expected a string"),
         (b'{"prompt": "a", "target": " "}', "target is ' ', expected at least one visible character"),
         (b'{"prompt": "a", "target": "b", "image": "no.png"}', "line 1: image file '.*no.png' does not exist"),

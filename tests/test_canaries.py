@@ -168,8 +168,8 @@ def test_canaries_that_cannot_be_tested_are_refused_by_name(tmp_path, records, m
     ("content", "message"),
     [
         (b"{broken", "c.jsonl, line 1: not a JSON object"),
-        (b"\n[1, 2]", "c.jsonl, line 2: got .1, 2., expected an object with exactly the keys id, modality"),
-        (b'{"id": "a"}', "expected an object with exactly the keys"),
+        (b"\n[1, 2]", "c.jsonl, line 2: got .1, 2., expected a JSON object"),
+        (b'{"id": "a"}', "line 1: got the keys .'id'., expected exactly id, modality, prompt"),
         (b'{"id": "\xff"}', "byte 8 is not UTF-8"),
         (json.dumps(dataclasses.asdict(canary()) | {"secret": 12}).encode(), "line 1: secret is 12, expected a string"),
     ],
