@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from tqdm import tqdm
 
 from lib import benign, models, paths, probes, runs, training
 from lib.adapters import merge, noise_like, stack
@@ -204,6 +206,50 @@ def summary(cell: Cell, seed: int, nll: pd.DataFrame, recall: pd.DataFrame) -> p
 def _canary_mean(part: pd.DataFrame, delta: pd.Series, chosen: pd.Series) -> float:
     """Mean over canaries of each canary's mean change over the chosen positions."""
     return delta[chosen].groupby(part.canary[chosen]).mean().mean()
+
+
+def noise_draws(scale: Scale, sweep: Sweep, cell: Cell) -> pd.DataFrame:
+    """Further draws of a noise cell, stacked, on text canaries: the null that a trained cell is held against.
+
+    Rows are those of ``cells.csv``, ``seed`` being the draw's number, and ``like_seed``, the seed of the matched
+    adapter (all in turn), and ``d_nll_benign``, the mean change on benign records that nobody was trained on. A draw
+    that lies in ``outputs/local`` already is taken from there.
+    """
+    folder = paths.local(scale.name) / "sweep" / "noise" / cell.id
+    run = CellRun(scale, sweep, cell, sweep.seeds[0], "local")
+    with locked(folder), training.threads(scale.threads):
+        found = {n: reusable(folder / f"draw-{n:02d}", _draw_inputs(run, n)) for n in range(sweep.noise_draws)}
+        if None in found.values():
+            found = _draw_noise(run, folder, found)
+    return pd.DataFrame([row for n in sorted(found) for row in found[n].values["rows"]])
+
+
+def _draw_inputs(run: CellRun, draw: int) -> dict[str, Any]:
+    like_seed = run.sweep.seeds[draw % len(run.sweep.seeds)]
+    return cell_inputs(dataclasses.replace(run, seed=like_seed)) | {"study": "noise draw", "draw": draw}
+
+
+def _draw_noise(run: CellRun, folder: Path, found: dict[int, Result | None]) -> dict[int, Result]:
+    """Make the draws that are missing: the models are loaded once, and every draw is kept as it is done."""
+    scale, cell = run.scale, run.cell
+    encoder, rows = runs.load_testbed(scale)
+    base = Encoder(merge(encoder.backbone, base_adapter(runs.inject(scale, encoder, rows), scale, cell.base)))
+    before = base_evaluation(run, base, rows)
+    text = [row for row in rows if row.canary.modality == "text"]
+    source = run.sweep.cell(cell.like).source
+    unseen = base.encode(benign.generate(source, 40, seed=2**31, images=base.backbone.takes_images))
+    benign_before = np.nanmean(probes.token_nll(base.backbone.model, base, unseen, scale.evaluation_batch).nll)
+    for draw in tqdm([n for n, result in found.items() if result is None], desc=cell.id, unit="draw"):
+        inputs = _draw_inputs(run, draw)
+        like = fine_tuned(scale, run.sweep, run.sweep.cell(cell.like), inputs["seed"], base, rows)
+        noise = noise_like(like.adapter(), cell.source, 1000 + draw, folder / "adapter")
+        noisy = stack(base.backbone, noise)
+        evaluation = runs.evaluate_model(noisy, base, text, scale.evaluation_batch)
+        after = np.nanmean(probes.token_nll(noisy.model, base, unseen, scale.evaluation_batch).nll)
+        (row,) = summary(cell, draw, *slices(run, before, {"stacked": evaluation})).to_dict("records")
+        row |= {"like_seed": inputs["seed"], "d_nll_benign": round(float(after - benign_before), 8)}
+        found[draw] = write_result(folder / f"draw-{draw:02d}", inputs, {"rows": [row]}, {}, {})
+    return found
 
 
 def collect(sweep: Sweep, finished: Iterable[Result]) -> dict[str, pd.DataFrame]:

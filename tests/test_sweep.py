@@ -118,6 +118,18 @@ def test_noise_takes_the_size_of_the_trained_adapter_and_no_training_of_its_own(
     assert (rows["hit_full_base"] == 1.0).all()
 
 
+def test_further_draws_of_noise_are_seeded_kept_and_alternate_over_matched_adapters(trained_cell, monkeypatch):
+    run = config.cell_run("smoke", "noise-gaussian-full", 0, "local")
+    small = dataclasses.replace(run.sweep, noise_draws=2, seeds=(0, 1))
+    draws = sweep.noise_draws(run.scale, small, run.cell)
+    assert draws.columns.tolist() == [*CONTRACT, "like_seed", "d_nll_benign"]
+    assert draws["seed"].tolist() == [0, 1] and draws["like_seed"].tolist() == [0, 1]
+    assert set(draws["modality"]) == {"text"} and set(draws["stack"]) == {"stacked"}
+    assert draws["d_nll_hex"].nunique() == 2
+    monkeypatch.setattr(sweep.runs, "load_testbed", lambda *_: pytest.fail("computed again"))
+    pd.testing.assert_frame_equal(sweep.noise_draws(run.scale, small, run.cell), draws)
+
+
 def test_an_undertrained_cell_starts_from_its_stop(smoke):
     result = sweep.cell(config.cell_run("smoke", "safety-stop2", 0, "local"))
     stop = smoke.table("token_nll.parquet")
