@@ -36,7 +36,7 @@ def cell(run: CellRun) -> Result:
     reference = paths.reference(run.scale.name) / "sweep" / "runs" / local.name
     inputs = cell_inputs(run)
     if run.results == "reference":
-        found = read_result(reference)
+        found = reusable(reference, inputs)
         if found is None:
             raise ResultError(f"{paths.show(reference)} holds no result")
         return found

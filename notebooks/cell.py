@@ -12,6 +12,9 @@
 #
 # Every number is a change against the same model before the tuning. A *rise* of the NLL is damage. The adapter is read
 # twice: **stacked** (beside the weights) and **merged** (added into a copy of them).
+#
+# Four sources, stacking, rank 16 and alpha 32 are the paper's. The data itself, learning rates, step counts and which
+# cells there are is **our choice** (`params/cells.yaml`), since the paper's are not published.
 
 # %% tags=["parameters"]
 scale = "laptop"  # smoke, laptop or paper: a scale of params/scales.yaml

@@ -171,3 +171,16 @@ def test_tables_are_collected_only_when_every_run_is_there(trained_cell):
     }
     with pytest.raises(ResultError, match="1 of 2 runs are missing, safety-full-high-30-s1 among them"):
         sweep.collect(dataclasses.replace(one, seeds=(0, 1)), [trained_cell])
+
+
+def test_a_reference_run_of_another_grid_is_not_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("LEAKBOOK_OUTPUTS", str(tmp_path))
+    run = config.cell_run("smoke", "gui-full-low-10", 0, "reference")
+    with pytest.raises(ResultError, match="holds no result"):
+        sweep.cell(run)
+    folder = paths.reference("smoke") / "sweep" / "runs" / paths.run_name(run.cell.id, run.seed)
+    results.write_result(folder, sweep.cell_inputs(run), {"rows": []}, {}, {})
+    assert sweep.cell(run).values == {"rows": []}
+    other = dataclasses.replace(run, cell=dataclasses.replace(run.cell, steps=11))
+    with pytest.raises(ResultError, match="cell.steps is 10 there and 11 here"):
+        sweep.cell(other)
