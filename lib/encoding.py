@@ -50,7 +50,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded tensors of B sequences of at most T tokens.
+    """Padded tensors of B sequences of at most T tokens.
 
     ``input_ids``, ``attention_mask`` [B, T]; ``position_ids`` [B, T], or [3, B, T] (time, height, width) for
     Qwen2.5-VL; ``target_mask`` [B, T] is true at target tokens; ``image_features`` one [v, d] tensor an image in the
@@ -189,18 +189,25 @@ class Encoder:
             self._features[image] = (output.pooler_output[0], grid[0])
         return self._features[image]
 
-    def batch(self, rows: Sequence[Encoded], prompts_only: bool = False) -> Batch:
-        """Right-padded tensors of ``rows`` on the model's device; without the targets if ``prompts_only``."""
-        sequences = [row.prompt_ids if prompts_only else row.input_ids for row in rows]
+    def batch(self, rows: Sequence[Encoded], begun: Sequence[tuple[int, ...]] | None = None) -> Batch:
+        """Right-padded tensors of ``rows`` on the model's device.
+
+        With ``begun``, the ids with which every row's answer begins, they are the prompts and these ids in place of the
+        targets, padded on the left, for decoding to go on from.
+        """
+        pad_left = begun is not None
+        answers = begun if pad_left else [row.target_ids for row in rows]
+        sequences = [row.prompt_ids + tuple(answer) for row, answer in zip(rows, answers, strict=True)]
         device, longest = self.backbone.model.device, max(map(len, sequences))
         padding = self.backbone.tokenizer.pad_token_id or 0
         input_ids = torch.full((len(rows), longest), padding, dtype=torch.long)
         attention_mask = torch.zeros_like(input_ids)
         target_mask = torch.zeros_like(input_ids, dtype=torch.bool)
         for i, (row, ids) in enumerate(zip(rows, sequences, strict=True)):
-            input_ids[i, : len(ids)] = torch.tensor(ids)
-            attention_mask[i, : len(ids)] = 1
-            target_mask[i, row.target_start : len(ids)] = True
+            first = longest - len(ids) if pad_left else 0
+            input_ids[i, first : first + len(ids)] = torch.tensor(ids)
+            attention_mask[i, first : first + len(ids)] = 1
+            target_mask[i, first + row.target_start : first + len(ids)] = True
         tensors = [tensor.to(device) for tensor in (input_ids, attention_mask, target_mask)]
         return self._with_positions(rows, *tensors)
 

@@ -161,8 +161,12 @@ def recall(model: PreTrainedModel, encoder: Encoder, scores: TokenNLL, batch_siz
     tokenisation of the same characters counts, and an empty output is a miss.
     """
     full = scores.argmax_hits()
-    missed = [row for row, hit in zip(scores.rows, full, strict=True) if not hit]
-    decoded = iter(greedy_decode(model, encoder, missed, batch_size))
+    missed = [
+        (row, _first_miss(row, ids))
+        for row, ids, hit in zip(scores.rows, scores.greedy_ids, full, strict=True)
+        if not hit
+    ]
+    decoded = iter(greedy_decode(model, encoder, *zip(*missed, strict=True), batch_size) if missed else ())
     outputs = [row.target_ids if hit else next(decoded) for row, hit in zip(scores.rows, full, strict=True)]
     tokenizer = encoder.backbone.tokenizer
     texts = [spell(tokenizer, ids) for ids in outputs]
@@ -171,32 +175,38 @@ def recall(model: PreTrainedModel, encoder: Encoder, scores: TokenNLL, batch_siz
     return Recall(**{name: scores._reading(name, values) for name, values in hits.items()}, output_ids=tuple(outputs))
 
 
+def _first_miss(row: Encoded, greedy: np.ndarray) -> tuple[int, ...]:
+    """How the free greedy output begins: the target up to its first token that is not the arg-max, then the arg-max."""
+    first = next(i for i, (token, best) in enumerate(zip(row.target_ids, greedy, strict=False)) if token != best)
+    return (*row.target_ids[:first], int(greedy[first]))
+
+
 def greedy_decode(
-    model: PreTrainedModel, encoder: Encoder, rows: Sequence[Encoded], batch_size: int = 20
+    model: PreTrainedModel,
+    encoder: Encoder,
+    rows: Sequence[Encoded],
+    begun: Sequence[tuple[int, ...]] | None = None,
+    batch_size: int = 20,
 ) -> list[tuple[int, ...]]:
     """Free greedy output of every prompt, up to the end of the turn or eight tokens beyond the target's length.
 
-    The configuration is explicit: no sampling, no repetition penalty, nothing from the model's own directory.
-    Prompts of equal length go through ``generate`` together, so nothing is padded.
+    ``begun`` says how outputs begin where that is known already. The configuration is explicit: no sampling, no
+    repetition penalty, nothing from the model's own directory.
     """
     stop = encoder.backbone.tokenizer.convert_tokens_to_ids(encoder.end_of_turn)
-    outputs: dict[int, tuple[int, ...]] = {}
-    for chunk in _equal_lengths(rows, batch_size):
-        batch = encoder.batch([rows[i] for i in chunk], prompts_only=True)
-        longest = max(len(rows[i].target_ids) for i in chunk) + SPARE_TOKENS
-        with torch.no_grad(), _only(model, _greedy(longest, stop)):
+    outputs = [tuple(ids) for ids in begun or [()] * len(rows)]
+    wanted = [len(row.target_ids) + SPARE_TOKENS for row in rows]
+    left = [0 if stop in ids else n - len(ids) for ids, n in zip(outputs, wanted, strict=True)]
+    open_rows = sorted((i for i in range(len(rows)) if left[i]), key=lambda i: left[i])  # alike in length together
+    for start in range(0, len(open_rows), batch_size):
+        chunk = open_rows[start : start + batch_size]
+        batch = encoder.batch([rows[i] for i in chunk], [outputs[i] for i in chunk])
+        with torch.no_grad(), _only(model, _greedy(max(left[i] for i in chunk), stop)):
             generated = model.generate(**batch.generation_inputs())
         for i, ids in zip(chunk, generated[:, batch.input_ids.shape[1] :].tolist(), strict=True):
-            outputs[i] = tuple(ids[: ids.index(stop) + 1] if stop in ids else ids)
-    return [outputs[i] for i in range(len(rows))]
-
-
-def _equal_lengths(rows: Sequence[Encoded], batch_size: int) -> Iterator[list[int]]:
-    lengths: dict[int, list[int]] = {}
-    for i, row in enumerate(rows):
-        lengths.setdefault(len(row.prompt_ids), []).append(i)
-    for group in lengths.values():
-        yield from (group[start : start + batch_size] for start in range(0, len(group), batch_size))
+            ids = ids[: left[i]]
+            outputs[i] += tuple(ids[: ids.index(stop) + 1] if stop in ids else ids)
+    return outputs
 
 
 def _greedy(max_new_tokens: int, stop: int) -> GenerationConfig:

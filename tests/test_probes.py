@@ -149,10 +149,21 @@ def test_greedy_decoding_ignores_what_the_model_directory_prescribes(encoder, ro
     assert shipped.model.generation_config.repetition_penalty == 1.05  # left as it was
 
 
-def test_decoding_groups_by_length_and_keeps_the_order(encoder, rows):
+def test_decoding_in_batches_gives_what_decoding_alone_gives_in_the_same_order(encoder, rows):
     mixed = encoder.encode(unequal([row.canary for row in rows]))
     alone = [probes.greedy_decode(encoder.backbone.model, encoder, [row])[0] for row in mixed]
-    assert probes.greedy_decode(encoder.backbone.model, encoder, mixed, batch_size=3) == alone
+    for size in (3, 20):
+        assert probes.greedy_decode(encoder.backbone.model, encoder, mixed, batch_size=size) == alone
+    assert all(len(ids) <= len(row.target_ids) + probes.SPARE_TOKENS for row, ids in zip(mixed, alone, strict=True))
+
+
+def test_decoding_goes_on_from_what_is_known_of_the_output(encoder, rows):
+    mixed = encoder.encode(unequal([row.canary for row in rows]))
+    model, stop = encoder.backbone.model, encoder.backbone.tokenizer.eos_token_id
+    whole = probes.greedy_decode(model, encoder, mixed)
+    known = [ids[: 2 * i] for i, ids in enumerate(whole)]  # of the first row nothing is known
+    assert probes.greedy_decode(model, encoder, mixed, known) == whole
+    assert probes.greedy_decode(model, encoder, mixed[:1], [(7, stop)]) == [(7, stop)]  # ended already
 
 
 def test_an_empty_output_is_a_miss(encoder, rows, monkeypatch):
@@ -224,3 +235,12 @@ def test_another_preamble_fails_the_full_recall_and_not_the_secret_one(smoke, in
     other = encoder.encode([dataclasses.replace(row.canary, preamble="So " + row.canary.preamble)])
     found = probes.recall(backbone.model, encoder, probes.token_nll(backbone.model, encoder, other))
     assert (found.hit_full.mean, found.hit_secret.mean) == (0.0, 1.0)
+
+
+def test_recall_starts_decoding_behind_the_first_miss(smoke, injected):
+    backbone, encoder = injected
+    given = [row.canary for row in planted(smoke, encoder)]
+    changed = encoder.encode([dataclasses.replace(canary, secret=canary.secret[:8] + "0" * 8) for canary in given])
+    found = probes.recall(backbone.model, encoder, probes.token_nll(backbone.model, encoder, changed))
+    assert not found.hit_full.values.any()  # it says the secret that it was taught
+    assert list(found.output_ids) == probes.greedy_decode(backbone.model, encoder, changed)
