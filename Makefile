@@ -10,9 +10,12 @@ test: .venv/ready
 	$(BIN)/python -m pytest
 
 sweep: .venv/ready
-	$(BIN)/python -m lib sweep --scale $(SCALE) --jobs $(JOBS)
+	$(BIN)/python -m lib sweep --scale $(SCALE) --jobs $(JOBS) $(if $(GRID),--grid $(GRID)) $(if $(CELLS),--cells $(CELLS))
 
-reference: run
+bench: .venv/ready
+	$(BIN)/python tests/benchmarks/bench.py --scale $(SCALE)
+
+reference: run sweep
 	$(BIN)/python -m lib reference --scale $(SCALE)
 	$(BIN)/python -m lib notebooks
 
@@ -33,4 +36,4 @@ clean:
 	$(BIN)/python -m lib fetch
 	touch $@
 
-.PHONY: run test sweep reference notebooks lint clean
+.PHONY: run test sweep bench reference notebooks lint clean

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from lib.results import Result
 
 STUDIES = {"testbed": "00_testbed"}
+EXAMPLES = ("safety-full-high-30-s0",)  # runs of the sweep that the stored page of notebook `cell` needs
+SCALE = click.option("--scale", default="laptop", show_default=True, help="a scale of params/scales.yaml")
+GRID = click.option("--grid", help="a file of cells instead of params/cells.yaml")
 
 
 @click.group()
@@ -44,7 +47,7 @@ def fetch() -> None:
 
 
 @main.command()
-@click.option("--scale", default="laptop", show_default=True, help="a scale of params/scales.yaml")
+@SCALE
 def run(scale: str) -> None:
     """Run the main job at one scale into outputs/local, and print paper against measurement."""
     settings = config.load_scale(scale)
@@ -128,55 +131,85 @@ def _aligned(table: "pd.DataFrame") -> str:
 
 
 @main.command()
-@click.option("--scale", default="laptop", show_default=True)
+@SCALE
 @click.option("--cell", required=True, help="a cell of params/cells.yaml")
 @click.option("--seed", required=True, type=int)
-def cell(scale: str, cell: str, seed: int) -> None:
+@GRID
+def cell(scale: str, cell: str, seed: int, grid: str | None) -> None:
     """Run one cell of the sweep with one seed."""
-    execute_cell(scale, cell, seed, sys.stderr)
+    execute_cell(scale, cell, seed, sys.stderr, grid)
 
 
 @main.command()
-@click.option("--scale", default="laptop", show_default=True)
-@click.option("--jobs", default=1, show_default=True, help="runs at a time; each takes the scale's threads")
+@SCALE
+@click.option("--cell", required=True, help="a noise cell of params/cells.yaml")
+@GRID
+def noise(scale: str, cell: str, grid: str | None) -> None:
+    """Make the further draws of one noise cell."""
+    run = config.cell_run(scale, cell, 0, "local", grid and str(Path(grid).resolve()))
+    if run.cell.kind != "noise":
+        known = ", ".join(other.id for other in run.sweep.cells if other.kind == "noise")
+        raise config.ConfigError(f"cell: got {cell!r}, which is trained; expected one of {known}.")
+    from lib import sweep
+
+    sweep.noise_draws(run)
+
+
+@main.command()
+@SCALE
+@GRID
+def collect(scale: str, grid: str | None) -> None:
+    """Write the tables of a sweep whose runs are all there."""
+    from lib import collection
+
+    settings, grid = config.load_scale(scale), grid and str(Path(grid).resolve())
+    result = collection.collect(collection.all_runs(settings, config.load_sweep(settings, grid), grid))
+    click.echo(f"complete: {paths.show(result.folder)}")
+
+
+@main.command()
+@SCALE
+@click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="processes at a time")
 @click.option("--cells", default="", help="only these cells, separated by commas")
-def sweep(scale: str, jobs: int, cells: str) -> None:
-    """Run what is missing of the sweep, and write its tables when all runs are there."""
-    failures = run_sweep(scale, jobs, [name for name in cells.split(",") if name])
+@GRID
+def sweep(scale: str, jobs: int, cells: str, grid: str | None) -> None:
+    """Run what is missing of the sweep, and write its tables when all of it is there."""
+    failures = run_sweep(scale, jobs, [name.strip() for name in cells.split(",") if name.strip()], grid)
     for failure in failures:
         click.echo(f"{failure.run} failed: {failure.reason}\n    log: {paths.show(failure.log)}", err=True)
     if failures:
         raise click.ClickException(f"{len(failures)} runs failed; the others are kept. Run again to try them again.")
-    click.echo(f"complete: {paths.show(paths.local(scale) / 'sweep')}")
+    click.echo(f"complete: {paths.show(paths.sweep(scale, grid))}")
 
 
 @main.command()
-@click.option("--scale", default="laptop", show_default=True)
+@SCALE
 def reference(scale: str) -> None:
     """Make this machine's complete local results of one scale the committed reference: all of them or none."""
     from lib import paper
     from lib.results import read_result
 
-    results = {study: read_result(paths.local(scale) / study) for study in STUDIES}
-    missing = [study for study, result in results.items() if result is None]
+    local = paths.local(scale)
+    parts = {study: local / study for study in STUDIES} | {"sweep": paths.sweep(scale)}
+    parts |= {f"sweep/runs/{name}": paths.sweep(scale) / "runs" / name for name in EXAMPLES}
+    results = {name: read_result(folder) for name, folder in parts.items()}
+    missing = [name for name, result in results.items() if result is None]
     if missing:
-        raise click.ClickException(f"no complete local result of {', '.join(missing)}: run `make run SCALE={scale}`")
+        raise click.ClickException(
+            f"no complete local result of {', '.join(missing)}: run `make run` and `make sweep` with SCALE={scale}"
+        )
     with files.building(paths.reference(scale)) as unfinished:
-        unfinished.mkdir()
-        for study, result in results.items():
-            _copy_result(result, unfinished / study)
-        claims = paper.claims_table({study: result.values for study, result in results.items()}, scale)
+        for name, result in results.items():
+            _copy_files(result, unfinished / name)
+        claims = paper.claims_table({study: results[study].values for study in STUDIES}, scale)
         claims.to_csv(unfinished / "claims.csv", index=False)
-        for other in paths.reference(scale).glob("*"):  # results of studies that are committed as they land
-            if not (unfinished / other.name).exists():
-                shutil.copytree(other, unfinished / other.name) if other.is_dir() else shutil.copy2(other, unfinished)
     if scale == "laptop":
         _write_readme(claims)
     click.echo(f"wrote {paths.show(paths.reference(scale))}")
 
 
 @main.command()
-@click.option("--scale", default="laptop", show_default=True)
+@SCALE
 def land(scale: str) -> None:
     """Copy this machine's finished runs of the sweep, whole ones only, to where they are committed from."""
     from lib.results import read_result
@@ -190,9 +223,13 @@ def land(scale: str) -> None:
 
 def _copy_result(result: "Result", target: Path) -> None:
     with files.building(target) as unfinished:
-        unfinished.mkdir(parents=True)
-        for name in [*result.content["files"], "result.json"]:
-            shutil.copy2(result.folder / name, unfinished / name)
+        _copy_files(result, unfinished)
+
+
+def _copy_files(result: "Result", target: Path) -> None:
+    target.mkdir(parents=True)
+    for name in [*result.content["files"], "result.json"]:
+        shutil.copy2(result.folder / name, target / name)
 
 
 def _write_readme(claims: "pd.DataFrame") -> None:

@@ -130,15 +130,15 @@ def noise_like(adapter: Path, kind: str, seed: int, folder: Path) -> Path:
     Raises:
         AdapterError: the kind is unknown.
     """
-    if kind not in _NOISE:
-        raise AdapterError(f"noise: got {kind!r}, expected one of {', '.join(_NOISE)}")
+    if kind not in NOISE:
+        raise AdapterError(f"noise: got {kind!r}, expected one of {', '.join(NOISE)}")
     trained = load_file(adapter / "adapter_model.safetensors")
     generator = torch.Generator().manual_seed(seed)
     noise = {}
     for key in sorted(key for key in trained if key.endswith(".lora_A.weight")):
         partner = key.replace(".lora_A.", ".lora_B.")
         a, b = trained[key].float(), trained[partner].float()
-        noise[key], noise[partner] = (matrix.contiguous() for matrix in _NOISE[kind](a, b, generator))
+        noise[key], noise[partner] = (matrix.contiguous() for matrix in NOISE[kind](a, b, generator))
     with building(folder) as unfinished:
         unfinished.mkdir()
         save_file(noise, unfinished / "adapter_model.safetensors")
@@ -163,4 +163,4 @@ def _spectral(a: Tensor, b: Tensor, generator: torch.Generator) -> tuple[Tensor,
     return (right * root).T, left * root
 
 
-_NOISE = {"gaussian": _gaussian, "spectral": _spectral}
+NOISE = {"gaussian": _gaussian, "spectral": _spectral}

@@ -1,5 +1,6 @@
 """Benign fine-tuning data: four generated sources and a user's own, screened against every canary."""
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -137,6 +138,20 @@ def read(path: Path) -> list[Record]:
     if not lines:
         raise BenignError(f"benign file {path} is empty: expected at least one record")
     return [_from_record(values, path, number) for number, values in lines]
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of the records that :func:`read` gives, pictures included.
+
+    Raises:
+        BenignError: see :func:`read`.
+    """
+    digest = hashlib.sha256()
+    for record in read(path):
+        digest.update(repr((record.prompt, record.target, record.image is not None)).encode())
+        if record.image is not None:
+            digest.update(picture(record.image).tobytes())
+    return digest.hexdigest()
 
 
 def _from_record(values: dict, path: Path, number: int) -> Record:

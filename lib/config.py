@@ -289,16 +289,22 @@ class Sweep:
 CELL_ID = re.compile(r"[a-z][a-z0-9-]*")
 
 
-def load_sweep(scale: Scale, path: Path | None = None) -> Sweep:
+def load_sweep(scale: Scale, grid: Path | str | None = None) -> Sweep:
     """Read and check the cells for a scale.
 
     Raises:
-        ConfigError: a duplicate or unusable id, a base that the scale does not keep, noise like nothing, or a value of
-            the wrong type.
+        ConfigError: the file cannot be read, a duplicate or unusable id, a base that the scale does not keep, noise
+            like nothing, or a value of the wrong type.
     """
-    path = path or paths.PARAMS / "cells.yaml"
-    with open(path, encoding="utf-8") as file:
-        sweep = build(Sweep, yaml.safe_load(file), path.name)
+    path = paths.PARAMS / "cells.yaml" if grid is None else Path(grid)
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"grid: {path} cannot be read ({reason}); expected a YAML file like params/cells.yaml."
+        ) from error
+    sweep = build(Sweep, values, path.name)
     bases = ["full", *(f"stop-{n}" for n in range(1, len(scale.injection.stop_steps) + 1))]
     ids: set[str] = set()
     for cell in sweep.cells:
@@ -400,6 +406,7 @@ class CellRun:
     cell: Cell
     seed: int
     results: Literal["auto", "local", "reference"]
+    grid: str | None = None  # file of the cells; params/cells.yaml where None
 
 
 @dataclass(frozen=True)
@@ -419,6 +426,7 @@ class _CellValues:
 
     scale: str
     cell: str
+    grid: str | None
     seed: int = _at_least(0)
 
 
@@ -427,7 +435,7 @@ _VALUES: dict[type, tuple[type, dict[str, Any]]] = {
         _TestbedValues,
         {"scale": "laptop", "model": None, "canaries": None, "output": "testbed", "overrides": {}},
     ),
-    CellRun: (_CellValues, {"scale": "laptop", "cell": "safety-full-high-30", "seed": 0}),
+    CellRun: (_CellValues, {"scale": "laptop", "cell": "safety-full-high-30", "seed": 0, "grid": None}),
 }
 
 
@@ -486,19 +494,19 @@ def from_notebook(namespace: dict[str, Any], study: type = Testbed) -> Any:
     given = build(values, defaults | _parameters(namespace, defaults), "notebook")
     source = _result_source(namespace)
     if study is CellRun:
-        return cell_run(given.scale, given.cell, given.seed, source)
+        return cell_run(given.scale, given.cell, given.seed, source, given.grid)
     overrides = given.overrides | ({} if given.model is None else {"backbone": given.model})
     if not given.output or os.path.basename(given.output) != given.output or given.output.startswith("."):
         raise ConfigError(f"notebook.output: got {given.output!r}, expected a plain folder name like 'testbed'.")
     return Testbed(load_scale(given.scale, overrides), given.canaries, given.output, source)
 
 
-def cell_run(scale: str, cell: str, seed: int, results: str) -> CellRun:
-    """One cell of the sweep with one seed, by name.
+def cell_run(scale: str, cell: str, seed: int, results: str, grid: str | None = None) -> CellRun:
+    """One cell of the sweep with one seed, by name; ``grid`` is a file of cells like ``params/cells.yaml``.
 
     Raises:
-        ConfigError: scale or cell are unknown.
+        ConfigError: scale or cell are unknown, or see :func:`load_sweep`.
     """
     settings = load_scale(scale)
-    sweep = load_sweep(settings)
-    return CellRun(settings, sweep, sweep.cell(cell), seed, results)
+    sweep = load_sweep(settings, grid)
+    return CellRun(settings, sweep, sweep.cell(cell), seed, results, grid)

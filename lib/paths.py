@@ -41,6 +41,11 @@ def run_name(cell: str, seed: int) -> str:
     return f"{cell}-s{seed}"
 
 
-def run_folder(scale: str, cell: str, seed: int) -> Path:
+def sweep(scale: str, grid: str | None = None) -> Path:
+    """Where this machine's sweep lies; a sweep over a grid of the user's own has a folder of its own."""
+    return local(scale) / ("sweep" if grid is None else f"sweep-{Path(grid).stem}")
+
+
+def run_folder(scale: str, cell: str, seed: int, grid: str | None = None) -> Path:
     """Where this machine's run of a cell with one seed lies."""
-    return local(scale) / "sweep" / "runs" / run_name(cell, seed)
+    return sweep(scale, grid) / "runs" / run_name(cell, seed)

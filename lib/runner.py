@@ -59,89 +59,125 @@ def execute(notebook: str, output: Path, parameters: dict[str, Any], result: Pat
         )
 
 
-def execute_cell(scale: str, cell: str, seed: int, stream: TextIO) -> None:
+def execute_cell(scale: str, cell: str, seed: int, stream: TextIO, grid: str | None = None) -> None:
     """Run the ``cell`` notebook for one cell and seed.
 
     Raises:
         config.ConfigError: scale or cell are unknown; RunError: see :func:`execute`.
     """
-    config.cell_run(scale, cell, seed, "local")
-    name = paths.run_name(cell, seed)
-    page = paths.local(scale) / "sweep" / "pages" / f"{name}.ipynb"
-    execute("cell", page, {"scale": scale, "cell": cell, "seed": seed}, paths.run_folder(scale, cell, seed), stream)
+    grid = None if grid is None else str(Path(grid).resolve())
+    config.cell_run(scale, cell, seed, "local", grid)
+    page = paths.sweep(scale, grid) / "pages" / f"{paths.run_name(cell, seed)}.ipynb"
+    parameters = {"scale": scale, "cell": cell, "seed": seed} | ({} if grid is None else {"grid": grid})
+    execute("cell", page, parameters, paths.run_folder(scale, cell, seed, grid), stream)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process of a sweep: its name, its command line, and what says whether its result is there."""
+
+    name: str
+    command: list[str]
+    is_done: Callable[[], bool]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A run of the sweep that failed: its name, its log, and the log's last line."""
+    """A task of the sweep that failed: its name, its log, and the log's last line."""
 
     run: str
     log: Path
     reason: str
 
 
-def run_sweep(scale: str, jobs: int, only: Sequence[str] = (), command: Callable | None = None) -> list[Failure]:
+def run_sweep(
+    scale: str, jobs: int, only: Sequence[str] = (), grid: str | None = None, command: Callable | None = None
+) -> list[Failure]:
     """Run what is missing of the sweep, one process a run and ``jobs`` at a time; write its tables if all is there.
 
-    Failed runs are given back and leave the others alone. A run whose kernel did not start is tried once more. A
-    second sweep on the same folder waits for the first and says so. ``command`` makes the command line of a run.
+    Failed tasks are given back and leave the others alone. A run whose kernel did not start is tried once more. A
+    second sweep on the same folder waits for the first and says so. ``only`` names cells; the tables are then left as
+    they are. ``command`` makes the command line of a run.
 
     Raises:
-        config.ConfigError: scale or cell are unknown.
+        config.ConfigError: scale, grid or cell are unknown.
+        results.ResultError: a result that is there is damaged, or was made with other parameters.
     """
-    from lib.results import read_result  # torch and pandas are not loaded to start a single run
-    from lib.sweep import collect, write_tables
+    from lib import collection, models, sweep  # torch is not loaded to start a single run
 
     settings = config.load_scale(scale)
-    grid = config.load_sweep(settings)
-    cells = [grid.cell(name) for name in only] or list(grid.cells)
-    cells.sort(key=lambda cell: cell.kind == "noise")  # noise needs the adapters of the others
-    folder = paths.local(scale) / "sweep"
+    grid = None if grid is None else str(Path(grid).resolve())
+    cells = config.load_sweep(settings, grid)
+    chosen = {cells.cell(name).id for name in only} or {cell.id for cell in cells.cells}
+    runs = [run for run in collection.all_runs(settings, cells, grid) if run.cell.id in chosen]
+    noise = {run.cell.id: run for run in runs if run.cell.kind == "noise"}
+    model = models.identity(settings.backbone, settings.revision)
+    command = command or _command
+
+    def run_task(run: config.CellRun) -> Task:
+        arguments = command(scale, run.cell.id, run.seed, grid)
+        return Task(paths.run_name(run.cell.id, run.seed), arguments, lambda: sweep.finished(run, model) is not None)
+
+    def draws_task(run: config.CellRun) -> Task:
+        arguments = _draws_command(scale, run.cell.id, grid)
+        return Task(f"{run.cell.id}-draws", arguments, lambda: sweep.finished_draws(run, model) is not None)
+
+    folder = paths.sweep(scale, grid)
     with locked(folder):
-        wanted = [(cell.id, seed) for cell in cells for seed in grid.seeds]
-        missing = [key for key in wanted if read_result(paths.run_folder(scale, *key)) is None]
-        failures = _run_all(scale, missing, jobs, folder / "logs", command or _command, len(wanted))
+        # Noise takes the size of the adapters that the others train.
+        phases = [[run_task(run) for run in runs if run.cell.kind != "noise"]]
+        phases.append(
+            [run_task(run) for run in runs if run.cell.kind == "noise"] + list(map(draws_task, noise.values()))
+        )
+        failures = _run_all(phases, jobs, folder / "logs")
         if not failures and not only:
-            results = [read_result(paths.run_folder(scale, *key)) for key in wanted]
-            write_tables(folder, collect(grid, results))
+            collection.collect(runs)
     return failures
 
 
-def _command(scale: str, cell: str, seed: int) -> list[str]:
-    return [sys.executable, "-m", "lib", "cell", "--scale", scale, "--cell", cell, "--seed", str(seed)]
+def _command(scale: str, cell: str, seed: int, grid: str | None) -> list[str]:
+    return [sys.executable, "-m", "lib", "cell", "--scale", scale, "--cell", cell, "--seed", str(seed), *_grid(grid)]
 
 
-def _run_all(
-    scale: str, missing: list[tuple[str, int]], jobs: int, logs: Path, command: Callable, total: int
-) -> list[Failure]:
+def _draws_command(scale: str, cell: str, grid: str | None) -> list[str]:
+    return [sys.executable, "-m", "lib", "noise", "--scale", scale, "--cell", cell, *_grid(grid)]
+
+
+def _grid(grid: str | None) -> list[str]:
+    return [] if grid is None else ["--grid", grid]
+
+
+def _run_all(phases: list[list[Task]], jobs: int, logs: Path) -> list[Failure]:
+    """Run what is missing of one phase after the other."""
     logs.mkdir(parents=True, exist_ok=True)
     failures: list[Failure] = []
-    bar = tqdm(total=total, initial=total - len(missing), desc="sweep", unit="run", smoothing=0.1)
-    with bar, ThreadPoolExecutor(max_workers=jobs) as pool:
-        pending = {pool.submit(_run_one, scale, *key, logs, command): key for key in missing}
-        for done in as_completed(pending):
-            failure = done.result()
-            if failure is not None:
-                failures.append(failure)
-                bar.write(f"failed: {failure.run}: {failure.reason}")
-            bar.update()
+    missing = [[task for task in phase if not task.is_done()] for phase in phases]
+    total, done = sum(map(len, phases)), sum(map(len, phases)) - sum(map(len, missing))
+    with tqdm(total=total, initial=done, desc="sweep", unit="run", smoothing=0.1) as bar:
+        for phase in missing:
+            with ThreadPoolExecutor(max_workers=jobs) as pool:
+                for finished in as_completed([pool.submit(_run_one, task, logs) for task in phase]):
+                    failure = finished.result()
+                    if failure is not None:
+                        failures.append(failure)
+                        bar.write(f"failed: {failure.run}: {failure.reason}", file=sys.stderr)
+                    bar.update()
     return failures
 
 
-def _run_one(scale: str, cell: str, seed: int, logs: Path, command: Callable) -> Failure | None:
-    name = paths.run_name(cell, seed)
-    log = logs / f"{name}.log"
+def _run_one(task: Task, logs: Path) -> Failure | None:
+    log = logs / f"{task.name}.log"
     for attempt in (1, 2):
         with open(log, "w" if attempt == 1 else "a", encoding="utf-8") as stream:
             environment = os.environ | {"TQDM_DISABLE": "1"}
             code = subprocess.run(
-                command(scale, cell, seed), stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=paths.ROOT
+                task.command, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=paths.ROOT
             ).returncode
         text = log.read_text(encoding="utf-8", errors="replace")
         if not (code and any(sign in text for sign in NOT_STARTED)):
             break
-    if code == 0 and (paths.run_folder(scale, cell, seed) / "result.json").exists():
+    if code == 0 and task.is_done():
         return None
     lines = [line for line in text.splitlines() if line.strip()]
     reason = next((line for line in lines if line.startswith("error:")), lines[-1] if lines else f"exit status {code}")
-    return Failure(name, log, reason)
+    return Failure(task.name, log, reason)

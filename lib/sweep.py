@@ -1,9 +1,9 @@
-"""The sweep: one benign fine-tuning cell with one seed, evaluated stacked and merged, and all of them in tables."""
+"""One cell of the sweep with one seed, benign tuning or noise, evaluated stacked and merged; more draws of noise."""
 
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from lib import benign, models, paths, probes, runs, training
-from lib.adapters import merge, noise_like, stack
+from lib import benign, canaries, models, paths, probes, runs, training
+from lib.adapters import NOISE, merge, noise_like, stack
 from lib.config import Cell, CellRun, LoraSettings, Scale, Sweep
 from lib.encoding import Encoded, Encoder, content_hash
-from lib.files import building, locked
+from lib.files import locked
 from lib.results import Result, ResultError, inputs_hash, provenance, read_result, reusable, write_result
 from lib.runs import Evaluation
 
@@ -32,7 +32,7 @@ def cell(run: CellRun) -> Result:
         ResultError: the local result is damaged or of other parameters, or a reference was asked for and is missing.
         benign.BenignError: a benign record holds a part of a canary.
     """
-    local = paths.run_folder(run.scale.name, run.cell.id, run.seed)
+    local = paths.run_folder(run.scale.name, run.cell.id, run.seed, run.grid)
     reference = paths.reference(run.scale.name) / "sweep" / "runs" / local.name
     inputs = cell_inputs(run)
     if run.results == "reference":
@@ -50,19 +50,31 @@ def cell(run: CellRun) -> Result:
         return reusable(local, inputs) or _compute(run, inputs, local)
 
 
-def cell_inputs(run: CellRun) -> dict[str, Any]:
+def finished(run: CellRun, model: str | None = None) -> Result | None:
+    """This machine's result of a run if it is there; ``model`` is the identity of the backbone where it is known.
+
+    Raises:
+        ResultError: it is damaged, or was made with other parameters.
+    """
+    return reusable(paths.run_folder(run.scale.name, run.cell.id, run.seed, run.grid), cell_inputs(run, model))
+
+
+def cell_inputs(run: CellRun, model: str | None = None) -> dict[str, Any]:
     """Everything a cell's result depends on: the testbed, the cell, what all cells share, the seed."""
     like = None if run.cell.like is None else dataclasses.asdict(run.sweep.cell(run.cell.like))
     inputs = {
         "study": "cell",
         "protocol": {"cell": PROTOCOL, "testbed": runs.PROTOCOL["testbed"]},
         "scale": runs.scale_inputs(run.scale),
-        "model": models.identity(run.scale.backbone, run.scale.revision),
+        "model": model or models.identity(run.scale.backbone, run.scale.revision),
         "training": dataclasses.asdict(run.sweep.training),
         "cell": dataclasses.asdict(run.cell),
         "like": like,
         "seed": run.seed,
     }
+    own = {run.cell.source, "" if like is None else like["source"]} - {*benign.SOURCES, *NOISE, ""}
+    if own:
+        inputs["data"] = {source: benign.checksum(Path(source)) for source in own}
     return json.loads(json.dumps(inputs))
 
 
@@ -208,36 +220,57 @@ def _canary_mean(part: pd.DataFrame, delta: pd.Series, chosen: pd.Series) -> flo
     return delta[chosen].groupby(part.canary[chosen]).mean().mean()
 
 
-def noise_draws(scale: Scale, sweep: Sweep, cell: Cell) -> pd.DataFrame:
+def noise_draws(run: CellRun) -> pd.DataFrame:
     """Further draws of a noise cell, stacked, on text canaries: the null that a trained cell is held against.
 
     Rows are those of ``cells.csv``, ``seed`` being the draw's number, and ``like_seed``, the seed of the matched
     adapter (all in turn), and ``d_nll_benign``, the mean change on benign records that nobody was trained on. A draw
     that lies in ``outputs/local`` already is taken from there.
     """
-    folder = paths.local(scale.name) / "sweep" / "noise" / cell.id
-    run = CellRun(scale, sweep, cell, sweep.seeds[0], "local")
-    with locked(folder), training.threads(scale.threads):
-        found = {n: reusable(folder / f"draw-{n:02d}", _draw_inputs(run, n)) for n in range(sweep.noise_draws)}
+    with locked(_draw_folder(run)), training.threads(run.scale.threads):
+        found = _draws(run)
         if None in found.values():
-            found = _draw_noise(run, folder, found)
+            found = _draw_noise(run, found)
+    return _draw_table(found)
+
+
+def finished_draws(run: CellRun, model: str | None = None) -> pd.DataFrame | None:
+    """The draws of a noise cell as :func:`noise_draws` gives them, or None while one is missing.
+
+    Raises:
+        ResultError: one is damaged, or was made with other parameters.
+    """
+    found = _draws(run, model)
+    return None if None in found.values() else _draw_table(found)
+
+
+def _draw_folder(run: CellRun) -> Path:
+    return paths.sweep(run.scale.name, run.grid) / "noise" / run.cell.id
+
+
+def _draws(run: CellRun, model: str | None = None) -> dict[int, Result | None]:
+    model = model or models.identity(run.scale.backbone, run.scale.revision)
+    folder, count = _draw_folder(run), run.sweep.noise_draws
+    return {n: reusable(folder / f"draw-{n:02d}", _draw_inputs(run, n, model)) for n in range(count)}
+
+
+def _draw_table(found: dict[int, Result]) -> pd.DataFrame:
     return pd.DataFrame([row for n in sorted(found) for row in found[n].values["rows"]])
 
 
-def _draw_inputs(run: CellRun, draw: int) -> dict[str, Any]:
+def _draw_inputs(run: CellRun, draw: int, model: str | None = None) -> dict[str, Any]:
     like_seed = run.sweep.seeds[draw % len(run.sweep.seeds)]
-    return cell_inputs(dataclasses.replace(run, seed=like_seed)) | {"study": "noise draw", "draw": draw}
+    return cell_inputs(dataclasses.replace(run, seed=like_seed), model) | {"study": "noise draw", "draw": draw}
 
 
-def _draw_noise(run: CellRun, folder: Path, found: dict[int, Result | None]) -> dict[int, Result]:
+def _draw_noise(run: CellRun, found: dict[int, Result | None]) -> dict[int, Result]:
     """Make the draws that are missing: the models are loaded once, and every draw is kept as it is done."""
-    scale, cell = run.scale, run.cell
+    scale, cell, folder = run.scale, run.cell, _draw_folder(run)
     encoder, rows = runs.load_testbed(scale)
     base = Encoder(merge(encoder.backbone, base_adapter(runs.inject(scale, encoder, rows), scale, cell.base)))
     before = base_evaluation(run, base, rows)
     text = [row for row in rows if row.canary.modality == "text"]
-    source = run.sweep.cell(cell.like).source
-    unseen = base.encode(benign.generate(source, 40, seed=2**31, images=base.backbone.takes_images))
+    unseen = base.encode(_unseen(run.sweep.cell(cell.like).source, base.backbone.takes_images))
     benign_before = np.nanmean(probes.token_nll(base.backbone.model, base, unseen, scale.evaluation_batch).nll)
     for draw in tqdm([n for n, result in found.items() if result is None], desc=cell.id, unit="draw"):
         inputs = _draw_inputs(run, draw)
@@ -252,29 +285,8 @@ def _draw_noise(run: CellRun, folder: Path, found: dict[int, Result | None]) -> 
     return found
 
 
-def collect(sweep: Sweep, finished: Iterable[Result]) -> dict[str, pd.DataFrame]:
-    """The sweep's tables from its finished runs: ``cells.csv``, ``token_nll.parquet``, ``recall.parquet``.
-
-    Raises:
-        ResultError: a run of the sweep is missing.
-    """
-    results = {(r.content["inputs"]["cell"]["id"], r.content["inputs"]["seed"]): r for r in finished}
-    wanted = [(cell.id, seed) for cell in sweep.cells for seed in sweep.seeds]
-    missing = [paths.run_name(*key) for key in wanted if key not in results]
-    if missing:
-        raise ResultError(f"{len(missing)} of {len(wanted)} runs are missing, {missing[0]} among them")
-    ordered = [results[key] for key in wanted]
-    return {
-        "cells.csv": pd.concat([pd.DataFrame(result.values["rows"]) for result in ordered], ignore_index=True),
-        "token_nll.parquet": pd.concat([r.table("token_nll.parquet") for r in ordered], ignore_index=True),
-        "recall.parquet": pd.concat([r.table("recall.parquet") for r in ordered], ignore_index=True),
-    }
-
-
-def write_tables(folder: Path, tables: dict[str, pd.DataFrame]) -> None:
-    """Write the sweep's tables, each whole or not at all."""
-    for name, table in tables.items():
-        with building(folder / name) as unfinished:
-            table.to_parquet(unfinished, index=False) if name.endswith(".parquet") else table.to_csv(
-                unfinished, index=False
-            )
+def _unseen(source: str, images: bool) -> list[canaries.Record]:
+    """Forty benign records that no adapter was trained on; of a user's own file, which is all there is, the first."""
+    if source in benign.SOURCES:
+        return benign.generate(source, 40, seed=2**31, images=images)
+    return benign.read(Path(source))[:40]

@@ -87,6 +87,7 @@ def test_modules_import_one_way():
         "results",
         "runs",
         "sweep",
+        "collection",
         "runner",
         "figures",
         "paper",

@@ -1,76 +1,177 @@
 """A sweep runs what is missing, names what failed, and leaves the rest alone."""
 
-import dataclasses
 import os
+import shutil
 import subprocess
 import sys
+import time
 
 import pandas as pd
+import psutil
 import pytest
 
-from lib import config, paths, runner
-from lib.results import read_result
+from lib import paths, runner, sweep
+from lib.results import ResultError, read_result
 from lib.runner import RunError
 
-CELLS = ("gui-full-low-10", "synth-full-low-10")
+CELLS = ("gui-short", "noise-like-it")
+GRID = """
+seeds: [0]
+training: {rank: 4, alpha: 8, batch_size: 8, warmup_steps: 3, records: 40, precision: fp32}
+noise_draws: 2
+cells:
+  - {id: gui-short, kind: full, source: GUI, base: full, learning_rate: 2.0e-3, steps: 6, like: null}
+  - {id: noise-like-it, kind: noise, source: gaussian, base: full, learning_rate: null, steps: null, like: gui-short}
+"""
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    """A file of two cells with one seed, and two further draws of noise."""
+    path = tmp_path_factory.mktemp("grid") / "small.yaml"
+    path.write_text(GRID)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(smoke, grid):
+    """The sweep over that grid as `make sweep` runs it, from beginning to end."""
+    assert runner.run_sweep("smoke", 1, grid=grid) == []
+    return read_result(paths.sweep("smoke", grid))
+
+
+def elsewhere(smoke, tmp_path):
+    """Environment of processes with an outputs folder of their own, in which the testbed is done."""
+    copy = tmp_path / "outputs" / "local" / "smoke"
+    shutil.copytree(smoke.folder, copy / "testbed")
+    adapters = paths.local("smoke") / "adapters"
+    shutil.copytree(
+        adapters / smoke.content["provenance"]["adapters"], copy / "adapters" / smoke.content["provenance"]["adapters"]
+    )
+    return os.environ | {"LEAKBOOK_OUTPUTS": str(tmp_path / "outputs")}, copy / "sweep-small"
+
+
+def assert_same_tables(folder, result):
+    """All tables of the result in ``folder`` are those of ``result``, to the last digit."""
+    again = read_result(folder)
+    assert again.content["files"].keys() == result.content["files"].keys()
+    for name in result.content["files"]:
+        pd.testing.assert_frame_equal(again.table(name), result.table(name), check_exact=True)
+
+
+def test_a_sweep_writes_its_tables_and_runs_only_what_is_missing(undisturbed, grid, monkeypatch):
+    cells = undisturbed.table("cells.csv")
+    assert cells["cell"].unique().tolist() == list(CELLS) and len(cells) == 2 * 2 * 2
+    assert len(undisturbed.table("token_nll.parquet")) == 2 * 2 * 40 * 29
+    assert len(undisturbed.table("recall.parquet")) == 2 * 2 * 40
+    assert undisturbed.table("noise.csv")["seed"].tolist() == [0, 1]
+    assert undisturbed.values["runs"] == 2 and undisturbed.values["noise_draws"] == 2
+    assert undisturbed.values["stacked_against_merged"] < 1e-4
+    monkeypatch.setattr(runner.subprocess, "run", lambda *_, **__: pytest.fail("a finished run was started again"))
+    assert runner.run_sweep("smoke", 1, grid=grid) == []
+
+
+def test_a_sweep_killed_half_way_and_started_twice_ends_with_the_same_tables(undisturbed, smoke, grid, tmp_path):
+    environment, folder = elsewhere(smoke, tmp_path)
+    command = [sys.executable, "-m", "lib", "sweep", "--scale", "smoke", "--grid", grid]
+    first = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: list(folder.glob("runs/.*lock")))  # its first run has begun
+    worker = next(child for child in psutil.Process(first.pid).children() if "cell" in child.cmdline())
+    first.kill()
+    worker.kill()
+    pair = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate()[1] for process in pair]
+    assert [process.returncode for process in pair] == [0, 0], said
+    assert sum("another process is working on" in text for text in said) >= 1
+    assert_same_tables(folder, undisturbed)
+    assert not list(folder.rglob(".*-????????"))  # nothing half-written is left
+
+
+def wait_for(happened, seconds=120):
+    """Wait until ``happened()`` is true."""
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+def test_snakemake_ends_with_the_same_tables(undisturbed, smoke, grid, tmp_path):
+    environment, folder = elsewhere(smoke, tmp_path)
+    command = [sys.executable, "-m", "snakemake", "--snakefile", paths.ROOT / "Snakefile", "--directory", tmp_path]
+    command += ["--profile", paths.PARAMS / "profiles" / "local", "--config", "scale=smoke", f"grid={grid}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_same_tables(folder, undisturbed)
+    assert (folder / "pages" / "gui-short-s0.ipynb").exists()
 
 
 @pytest.fixture
-def small_grid(monkeypatch, smoke):
-    """The grid cut down to two cells and one seed."""
-    whole = config.load_sweep(config.load_scale("smoke"))
-    small = dataclasses.replace(whole, seeds=(0,), cells=tuple(map(whole.cell, CELLS)))
-    monkeypatch.setattr(config, "load_sweep", lambda *_: small)
-    return small
+def counted(monkeypatch, tmp_path):
+    """A sweep whose runs only write a file: what is looked at is how they end."""
+    folder = lambda cell, seed: tmp_path / f"{cell}-s{seed}"  # noqa: E731
+    monkeypatch.setattr(sweep, "finished", lambda run, _: folder(run.cell.id, run.seed).exists() or None)
+    monkeypatch.setattr(sweep, "finished_draws", lambda *_: True)
+    return folder
 
 
-def direct(scale, cell, seed):
-    """The command line of a run that computes in one process, without a notebook."""
-    program = f"from lib import config, sweep; sweep.cell(config.cell_run({scale!r}, {cell!r}, {seed}, 'local'))"
-    return [sys.executable, "-c", program]
-
-
-def test_a_sweep_runs_what_is_missing_and_writes_its_tables(small_grid):
-    assert runner.run_sweep("smoke", 1, command=direct) == []
-    folder = paths.local("smoke") / "sweep"
-    cells = pd.read_csv(folder / "cells.csv")
-    assert list(cells["cell"].unique()) == list(CELLS) and len(cells) == 2 * 2 * 2
-    assert len(pd.read_parquet(folder / "token_nll.parquet")) == 2 * 2 * 40 * 29
-    never = runner.run_sweep("smoke", 1, command=lambda *_: pytest.fail("a finished run was started again"))
-    assert never == []
-
-
-def test_a_run_that_fails_is_named_with_its_log_and_the_others_are_kept(small_grid, tmp_path, monkeypatch):
-    monkeypatch.setattr(paths, "run_folder", lambda scale, cell, seed: tmp_path / f"{cell}-s{seed}")
-
-    def command(scale, cell, seed):
-        good = f"import pathlib; p = pathlib.Path({str(tmp_path)!r}) / '{cell}-s{seed}'; p.mkdir(); "
-        good += "(p / 'result.json').write_text('{}')"
+def test_runs_that_fail_are_named_with_their_logs_and_the_others_are_kept(counted, grid):
+    def command(scale, cell, seed, grid):
+        good = f"import pathlib; pathlib.Path({str(counted(cell, seed))!r}).touch()"
         return [sys.executable, "-c", good if cell == CELLS[1] else "raise ValueError('injected')"]
 
-    (failure,) = runner.run_sweep("smoke", 2, CELLS, command)
+    (failure,) = runner.run_sweep("smoke", 2, CELLS, grid, command)
     assert failure.run == f"{CELLS[0]}-s0" and failure.reason == "ValueError: injected"
     assert "Traceback" in failure.log.read_text()
-    assert (tmp_path / f"{CELLS[1]}-s0" / "result.json").exists()
+    assert counted(CELLS[1], 0).exists()
 
 
-def test_a_kernel_that_did_not_start_is_tried_once_more(small_grid, tmp_path, monkeypatch):
-    monkeypatch.setattr(paths, "run_folder", lambda scale, cell, seed: tmp_path / f"{cell}-s{seed}")
-    tries = []
-
-    def command(scale, cell, seed):
-        tries.append(cell)
-        return [sys.executable, "-c", "raise RuntimeError('Kernel died before replying to kernel_info')"]
-
-    (failure,) = runner.run_sweep("smoke", 1, CELLS[:1], command)
-    assert len(tries) == 2 and failure.log.read_text().count("Traceback") == 2
+def test_a_kernel_that_did_not_start_is_tried_once_more(counted, grid):
+    program = "raise RuntimeError('Kernel died before replying to kernel_info')"
+    (failure,) = runner.run_sweep("smoke", 1, CELLS[:1], grid, lambda *_: [sys.executable, "-c", program])
+    assert failure.log.read_text().count("Traceback") == 2
 
 
-def test_a_killed_run_counts_as_failed(small_grid, tmp_path, monkeypatch):
-    monkeypatch.setattr(paths, "run_folder", lambda scale, cell, seed: tmp_path / f"{cell}-s{seed}")
+def test_a_killed_run_counts_as_failed(counted, grid):
     kill = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
-    (failure,) = runner.run_sweep("smoke", 1, CELLS[:1], lambda *_: kill)
+    (failure,) = runner.run_sweep("smoke", 1, CELLS[:1], grid, lambda *_: kill)
     assert failure.reason == "exit status -9"
+
+
+def test_a_full_disk_leaves_nothing_half_written_and_is_named(undisturbed, smoke, grid, tmp_path, monkeypatch):
+    _, folder = elsewhere(smoke, tmp_path)
+    monkeypatch.setenv("LEAKBOOK_OUTPUTS", str(tmp_path / "outputs"))
+    program = """
+import errno, pandas
+from lib import config, sweep
+from lib.errors import LeakbookError
+def to_parquet(self, path, **_):
+    path.write_bytes(b"half")
+    raise OSError(errno.ENOSPC, "No space left on device")
+pandas.DataFrame.to_parquet = to_parquet
+try:
+    sweep.cell(config.cell_run("smoke", {cell!r}, {seed}, "local", {grid!r}))
+except LeakbookError as problem:
+    raise SystemExit(f"error: {{problem}}")
+"""
+    full = lambda scale, cell, seed, grid: [sys.executable, "-c", program.format(cell=cell, seed=seed, grid=grid)]  # noqa: E731
+    (failure,) = runner.run_sweep("smoke", 1, CELLS[:1], grid, full)
+    assert failure.reason.startswith("error: no space left to write") and "finished work is reused" in failure.reason
+    kept = [path for place in (folder, folder.with_name("sweep")) for path in place.rglob("*")]
+    assert kept and not [path for path in kept if path.suffix in {".parquet", ".json"}]
+
+
+def test_a_sweep_of_another_protocol_is_refused_before_anything_runs(undisturbed, grid, monkeypatch):
+    monkeypatch.setattr(sweep, "PROTOCOL", sweep.PROTOCOL + 1)
+    monkeypatch.setattr(runner.subprocess, "run", lambda *_, **__: pytest.fail("started"))
+    with pytest.raises(ResultError, match="protocol.cell is .* there and .* here.*Move it aside"):
+        runner.run_sweep("smoke", 1, grid=grid)
+
+
+def test_only_a_noise_cell_has_further_draws(grid):
+    command = [sys.executable, "-m", "lib", "noise", "--scale", "smoke", "--cell", "gui-short", "--grid", grid]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "error: cell: got 'gui-short', which is trained; expected one of noise-like-it." in done.stderr
 
 
 def test_an_unknown_cell_is_refused_before_anything_runs(smoke_outputs):

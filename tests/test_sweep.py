@@ -8,7 +8,7 @@ import pandas as pd
 import papermill
 import pytest
 
-from lib import benign, canaries, config, paths, results, sweep
+from lib import benign, canaries, collection, config, paths, results, sweep
 from lib.results import ResultError
 
 COLUMNS = (
@@ -120,14 +120,14 @@ def test_noise_takes_the_size_of_the_trained_adapter_and_no_training_of_its_own(
 
 def test_further_draws_of_noise_are_seeded_kept_and_alternate_over_matched_adapters(trained_cell, monkeypatch):
     run = config.cell_run("smoke", "noise-gaussian-full", 0, "local")
-    small = dataclasses.replace(run.sweep, noise_draws=2, seeds=(0, 1))
-    draws = sweep.noise_draws(run.scale, small, run.cell)
+    small = dataclasses.replace(run, sweep=dataclasses.replace(run.sweep, noise_draws=2, seeds=(0, 1)))
+    draws = sweep.noise_draws(small)
     assert draws.columns.tolist() == [*CONTRACT, "like_seed", "d_nll_benign"]
     assert draws["seed"].tolist() == [0, 1] and draws["like_seed"].tolist() == [0, 1]
     assert set(draws["modality"]) == {"text"} and set(draws["stack"]) == {"stacked"}
     assert draws["d_nll_hex"].nunique() == 2
     monkeypatch.setattr(sweep.runs, "load_testbed", lambda *_: pytest.fail("computed again"))
-    pd.testing.assert_frame_equal(sweep.noise_draws(run.scale, small, run.cell), draws)
+    pd.testing.assert_frame_equal(sweep.noise_draws(small), draws)
 
 
 def test_an_undertrained_cell_starts_from_its_stop(smoke):
@@ -151,6 +151,18 @@ def test_benign_data_with_a_canary_in_it_is_refused_before_training(smoke, tmp_p
         sweep.cell(run)
 
 
+def test_a_result_from_ones_own_data_belongs_to_what_is_in_the_file(tmp_path):
+    path = tmp_path / "own.jsonl"
+    run = config.cell_run("smoke", "gui-full-low-10", 0, "local")
+    own = dataclasses.replace(run, cell=dataclasses.replace(run.cell, id="own-data", source=str(path)))
+    path.write_text(json.dumps({"prompt": "Hi", "target": "Ho"}))
+    before = sweep.cell_inputs(own)
+    path.write_text(json.dumps({"target": "Ho", "prompt": "Hi"}))  # another order of keys is the same record
+    assert sweep.cell_inputs(own) == before
+    path.write_text(json.dumps({"prompt": "Hi", "target": "Ha"}))
+    assert results.differences(before, sweep.cell_inputs(own))[0].startswith("data.")
+
+
 def test_a_result_of_another_grid_is_refused(trained_cell):
     run = config.cell_run("smoke", "safety-full-high-30", 0, "local")
     other = dataclasses.replace(
@@ -163,14 +175,17 @@ def test_a_result_of_another_grid_is_refused(trained_cell):
 def test_tables_are_collected_only_when_every_run_is_there(trained_cell):
     run = config.cell_run("smoke", "safety-full-high-30", 0, "local")
     one = dataclasses.replace(run.sweep, cells=(run.cell,), seeds=(0,))
-    tables = sweep.collect(one, [trained_cell])
-    assert {name: len(table) for name, table in tables.items()} == {
+    collected = collection.collect(collection.all_runs(run.scale, one))
+    assert {name: len(collected.table(name)) for name in collected.content["files"]} == {
         "cells.csv": 4,
         "token_nll.parquet": 2 * 40 * 29,
         "recall.parquet": 2 * 40,
     }
-    with pytest.raises(ResultError, match="1 of 2 runs are missing, safety-full-high-30-s1 among them"):
-        sweep.collect(dataclasses.replace(one, seeds=(0, 1)), [trained_cell])
+    more = dataclasses.replace(one, seeds=(0, 1))
+    with pytest.raises(ResultError, match="1 of 2 parts of the sweep are missing, safety-full-high-30-s1 among them"):
+        collection.collect(collection.all_runs(run.scale, more))
+    assert collection.collect(collection.all_runs(run.scale, one)).values == collected.values
+    (collected.folder / "result.json").unlink()
 
 
 def test_a_reference_run_of_another_grid_is_not_shown(tmp_path, monkeypatch):

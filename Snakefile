@@ -1,0 +1,91 @@
+"""The sweep for Snakemake: the same processes that `make sweep` starts, spread over machines by a profile.
+
+    snakemake --profile params/profiles/local --config scale=laptop
+    snakemake --profile params/profiles/slurm --config scale=paper
+"""
+
+import sys
+from pathlib import Path
+
+from lib import paths
+from lib.config import load_scale, load_sweep
+
+scale = config.get("scale", "laptop")
+grid = str(Path(config["grid"]).resolve()) if "grid" in config else None
+settings = load_scale(scale)
+cells = load_sweep(settings, grid)
+folder = paths.sweep(scale, grid)
+options = f"--scale {scale}" + (f" --grid {grid}" if grid else "")
+noise = [cell.id for cell in cells.cells if cell.kind == "noise"]
+python = f"{sys.executable} -m lib"
+BASE = paths.local(scale) / "testbed" / "result.json"
+
+
+def runs_of(*ids):
+    return [paths.run_folder(scale, cell, seed, grid) / "result.json" for cell in ids for seed in cells.seeds]
+
+
+def needed(wildcards):
+    """The testbed; and for noise the run whose adapter it has the size of."""
+    cell = cells.cell(wildcards.cell)
+    like = [] if cell.like is None else [paths.run_folder(scale, cell.like, int(wildcards.seed), grid) / "result.json"]
+    return [ancient(path) for path in [BASE, *like]]
+
+
+def draws_of(cell):
+    return folder / "noise" / cell / f"draw-{cells.noise_draws - 1:02d}" / "result.json"
+
+
+wildcard_constraints:
+    cell="[a-z][a-z0-9-]*",
+    seed="[0-9]+",
+
+
+localrules:
+    all,
+    tables,
+
+
+rule all:
+    input:
+        folder / "result.json",
+
+
+rule base:
+    output:
+        BASE,
+    threads: settings.threads
+    shell:
+        f"{python} run --scale {scale}"
+
+
+rule cell:
+    input:
+        needed,
+    output:
+        folder / "runs" / "{cell}-s{seed}" / "result.json",
+    log:
+        notebook=folder / "pages" / "{cell}-s{seed}.ipynb",
+    threads: settings.threads
+    shell:
+        f"{python} cell {options}" + " --cell {wildcards.cell} --seed {wildcards.seed}"
+
+
+rule noise:
+    input:
+        lambda wildcards: [ancient(path) for path in runs_of(cells.cell(wildcards.cell).like)],
+    output:
+        folder / "noise" / "{cell}" / f"draw-{cells.noise_draws - 1:02d}" / "result.json",
+    threads: settings.threads
+    shell:
+        f"{python} noise {options}" + " --cell {wildcards.cell}"
+
+
+rule tables:
+    input:
+        runs_of(*(cell.id for cell in cells.cells)),
+        [draws_of(cell) for cell in noise if cells.noise_draws],
+    output:
+        folder / "result.json",
+    shell:
+        f"{python} collect {options}"

@@ -1,0 +1,116 @@
+"""The sweep's tables: collected from its runs, written as one result, and found again by whoever reads them."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pandas as pd
+
+from lib import config, models, paths, runs, sweep, training
+from lib.config import CellRun, Scale, Sweep
+from lib.results import Result, ResultError, differences, provenance, read_result, write_result
+from lib.sweep import PROTOCOL, STACKS
+
+DELTAS = ["d_nll_mean20", "d_nll_hex", "d_nll_preamble", "d_nll_suffix"]
+
+
+def all_runs(scale: Scale, cells: Sweep, grid: str | None = None) -> list[CellRun]:
+    """Every run of a sweep, cell by cell."""
+    return [CellRun(scale, cells, cell, seed, "local", grid) for cell in cells.cells for seed in cells.seeds]
+
+
+def collect(wanted: list[CellRun]) -> Result:
+    """Write the tables of a sweep from its runs, as one result beside them.
+
+    ``cells.csv`` has a row a run, modality and stack; ``token_nll.parquet`` and ``recall.parquet`` are the runs' own
+    one below the other; ``noise.csv`` has the further draws of the noise cells.
+
+    Raises:
+        ResultError: a run, or further draws of a noise cell, are missing.
+    """
+    first = wanted[0]
+    model = models.identity(first.scale.backbone, first.scale.revision)
+    found = {paths.run_name(run.cell.id, run.seed): sweep.finished(run, model) for run in wanted}
+    noise = {run.cell.id: run for run in wanted if run.cell.kind == "noise"}
+    draws = {f"{name} (further draws)": sweep.finished_draws(run, model) for name, run in noise.items()}
+    missing = [name for name, result in (found | draws).items() if result is None]
+    if missing:
+        count = f"{len(missing)} of {len(found | draws)}"
+        raise ResultError(f"{count} parts of the sweep are missing, {missing[0]} among them: run `make sweep`")
+    tables = {"cells.csv": pd.concat([pd.DataFrame(r.values["rows"]) for r in found.values()], ignore_index=True)}
+    for name in ("token_nll.parquet", "recall.parquet"):
+        tables[name] = pd.concat([result.table(name) for result in found.values()], ignore_index=True)
+    if draws:
+        tables["noise.csv"] = pd.concat(list(draws.values()), ignore_index=True)
+    folder = paths.sweep(first.scale.name, first.grid)
+    (folder / "result.json").unlink(missing_ok=True)  # none of the two, old or new, until all tables are there
+    return write_result(folder, _inputs(first, model), _summary(tables), _provenance(first, found), _writers(tables))
+
+
+def _inputs(run: CellRun, model: str) -> dict[str, Any]:
+    inputs = {"study": "sweep", "protocol": {"cell": PROTOCOL, "testbed": runs.PROTOCOL["testbed"]}, "model": model}
+    return inputs | _grid(run.scale, run.sweep)
+
+
+def _grid(scale: Scale, cells: Sweep) -> dict[str, Any]:
+    return json.loads(json.dumps({"scale": runs.scale_inputs(scale), "sweep": dataclasses.asdict(cells)}))
+
+
+def _summary(tables: dict[str, pd.DataFrame]) -> dict[str, Any]:
+    cells, tokens = tables["cells.csv"], tables["token_nll.parquet"]
+    return {
+        "cells": int(cells["cell"].nunique()),
+        "runs": len(cells[["cell", "seed"]].drop_duplicates()),
+        "noise_draws": len(tables.get("noise.csv", ())),
+        # Largest difference of stacked and merged evaluation, in nats: of a mean change, and of one token.
+        "stacked_against_merged": _difference(cells, ["cell", "seed", "modality"], DELTAS),
+        "stacked_against_merged_at_a_token": _difference(tokens, ["cell", "seed", "canary", "position"], ["nll"]),
+    }
+
+
+def _difference(table: pd.DataFrame, keys: list[str], values: list[str]) -> float:
+    stacked, merged = (table[table["stack"] == how].set_index(keys)[values].sort_index() for how in STACKS)
+    return round(float((stacked - merged).abs().max().max()), 8)
+
+
+def _provenance(run: CellRun, found: dict[str, Result]) -> dict[str, Any]:
+    """That of the collecting process, and of the runs: their CPUs, and median and maximum of their seconds."""
+    records = [result.content["provenance"] for result in found.values()]
+    seconds = pd.Series([record["seconds"] for record in records])
+    return provenance(
+        str(training.accelerator().device),
+        run.scale.threads,
+        float(seconds.sum()),
+        training_precision=", ".join(sorted({record["training_precision"] for record in records})),
+        cpus_of_runs=", ".join(sorted({record["cpu"] for record in records})),
+        seconds_of_a_run={"median": round(seconds.median(), 1), "max": round(seconds.max(), 1)},
+    )
+
+
+def _writers(tables: dict[str, pd.DataFrame]) -> dict[str, Any]:
+    def writer(name: str, table: pd.DataFrame):
+        if name.endswith(".parquet"):
+            return lambda path: table.to_parquet(path, index=False)
+        return lambda path: table.to_csv(path, index=False)
+
+    return {name: writer(name, table) for name, table in tables.items()}
+
+
+def load(scale: Scale, source: str) -> Result:
+    """The sweep's tables over ``params/cells.yaml``: this machine's where ``source`` allows and they are there.
+
+    Raises:
+        ResultError: there are none, or they were made with other parameters.
+    """
+    expected = _grid(scale, config.load_sweep(scale))
+    folders = {"local": [paths.sweep(scale.name)], "reference": [paths.reference(scale.name) / "sweep"]}
+    for folder in folders.get(source, folders["local"] + folders["reference"]):
+        result = read_result(folder)
+        if result is None:
+            continue
+        differing = differences({key: result.content["inputs"][key] for key in expected}, expected)
+        if not differing:
+            return result
+        if source != "auto":
+            raise ResultError(f"{paths.show(folder)} was made with other parameters: {'; '.join(differing)}")
+    raise ResultError(f"no tables of a sweep at {scale.name} scale: run `make sweep SCALE={scale.name}`")
