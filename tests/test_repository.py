@@ -84,6 +84,7 @@ def test_modules_import_one_way():
         "adapters",
         "training",
         "probes",
+        "verdicts",
         "results",
         "runs",
         "sweep",

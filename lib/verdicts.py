@@ -1,0 +1,470 @@
+"""From per-token tables to verdicts: pure functions, whose rules are those of ``params/verdicts.yaml``.
+
+A verdict is about change against the base, read off one group of rows (one cell, modality, stack and dtype; all its
+seeds). Every rule here is this package's own; the paper publishes none.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from lib.errors import LeakbookError
+
+DAMAGED, STRENGTHENED, UNCHANGED = "damaged", "strengthened", "unchanged"
+INCONCLUSIVE, NOT_TESTABLE, MIXED = "inconclusive", "not testable", "mixed"
+FEW = 5  # canaries; an interval on fewer comes with a warning in the table
+VALUES = ["probe", "seed", "canary", "tokens", "base", "change"]
+Rules = Mapping[str, Any]
+
+
+class VerdictError(LeakbookError, ValueError):
+    """A table cannot be judged: rows are missing, doubled or not numbers."""
+
+
+def probe_values(nll: pd.DataFrame, recall: pd.DataFrame, rules: Rules) -> pd.DataFrame:
+    """What every probe of ``rules`` reads of each canary with each seed.
+
+    Args:
+        nll: rows of ``token_nll.parquet`` of one group.
+        recall: rows of ``recall.parquet`` of the same group.
+
+    Returns:
+        Columns ``probe, seed, canary, tokens, base, change``. For an NLL probe ``base`` and ``change`` are means over
+        the ``tokens`` tokens that it reads, in nats a token; a target without such a token has no row. For a recall
+        they are the hit before and its change, -1, 0 or 1, and ``tokens`` is 0.
+
+    Raises:
+        VerdictError: more than one group, a seed without all canaries, a position twice, NaN, or a window that reaches
+            beyond a target.
+    """
+    _check(nll, recall)
+    change = (nll.nll - nll.nll_base).to_numpy()
+    tables = []
+    for probe, rule in rules["probes"].items():
+        if rule["kind"] == "recall":
+            values = recall[["seed", "canary"]].assign(tokens=0, base=recall[f"{probe}_base"].astype(float))
+            tables.append(values.assign(probe=probe, change=recall[probe].astype(float) - values.base))
+            continue
+        chosen = _chosen(nll, probe, rule)
+        rows = nll[["seed", "canary"]].assign(base=nll.nll_base, change=change)[chosen]
+        groups = rows.groupby(["seed", "canary"], sort=False)
+        tables.append(groups.mean().assign(tokens=groups.size()).reset_index().assign(probe=probe))
+    return pd.concat(tables, ignore_index=True)[VALUES]
+
+
+def _check(nll: pd.DataFrame, recall: pd.DataFrame) -> None:
+    labels = ["cell", "modality", "stack", "dtype", "merge_dtype"]
+    for name, table in (("token_nll", nll), ("recall", recall)):
+        present = [label for label in labels if label in table]
+        if len(table) == 0:
+            raise VerdictError(f"{name}: no row to judge; expected one group of a cell")
+        mixed = [label for label in present if table[label].nunique() > 1]
+        if mixed:
+            found = ", ".join(map(str, table[mixed[0]].unique()[:4]))
+            raise VerdictError(f"{name}: the rows hold several values of {mixed[0]} ({found}); expected one group")
+    doubled = nll.duplicated(["seed", "canary", "position"])
+    if doubled.any():
+        row = nll[doubled].iloc[0]
+        raise VerdictError(
+            f"token_nll: position {row.position} of {row.canary}, seed {row.seed}, occurs twice: do spans overlap?"
+        )
+    for column in ("nll", "nll_base"):
+        if not np.isfinite(nll[column]).all():
+            row = nll[~np.isfinite(nll[column])].iloc[0]
+            raise VerdictError(
+                f"token_nll: {column} is {row[column]} at position {row.position} of {row.canary}, seed {row.seed}"
+            )
+    canaries, seeds = nll.canary.unique(), nll.seed.unique()
+    for name, table in (("token_nll", nll), ("recall", recall)):
+        pairs = set(zip(table.seed, table.canary, strict=True))
+        missing = [(seed, canary) for seed in seeds for canary in canaries if (seed, canary) not in pairs]
+        if missing:
+            seed, canary = missing[0]
+            raise VerdictError(f"{name}: {canary} has no row with seed {seed}; expected every canary with every seed")
+    lengths = nll.groupby(["seed", "canary"]).position.agg(["size", "max"])
+    if (lengths["size"] != lengths["max"] + 1).any():
+        seed, canary = lengths.index[lengths["size"] != lengths["max"] + 1][0]
+        raise VerdictError(f"token_nll: {canary}, seed {seed}, lacks a position below its last")
+
+
+def _chosen(nll: pd.DataFrame, probe: str, rule: Mapping) -> pd.Series:
+    """Rows that an NLL probe reads."""
+    if "span" in rule:
+        return nll.span == rule["span"]
+    shortest = int(nll.groupby(["seed", "canary"]).size().min())
+    if not 1 <= rule["window"] <= shortest:
+        raise VerdictError(
+            f"{probe}: got K = {rule['window']}, expected 1 to {shortest}, the length of the shortest target"
+        )
+    return nll.position < rule["window"]
+
+
+def judge(values: pd.DataFrame, rules: Rules, margin: float | None = None, reading: str = "mean") -> pd.DataFrame:
+    """One verdict a probe.
+
+    Mean: canaries' changes averaged over seeds, their mean with its studentised bootstrap interval; *damaged* or
+    *strengthened* when the interval lies beyond the margin, *unchanged* when it lies within (which is two one-sided
+    tests at half the interval's error), *inconclusive* otherwise. Count: see :func:`_count_nll`, :func:`_count_recall`.
+    Either can decide; ``decided_by`` says which did.
+
+    Args:
+        values: as :func:`probe_values` gives them.
+        margin: in nats of the whole span, ``rules["margin"]["total_nats"]`` where None.
+        reading: ``mean`` (nats a token, against margin / tokens) or ``sum`` (nats of the span, against the margin).
+
+    Returns:
+        Indexed by probe: ``verdict, decided_by, by_mean, by_count, estimate, low, high, half_width, margin, canaries,
+        up, down`` (canaries beyond the margin; for recalls those that lost and those that gained it), ``unreachable``
+        (the verdict that no data could have given), ``warning``.
+
+    Raises:
+        VerdictError: a single canary, or an unknown reading.
+    """
+    if reading not in ("mean", "sum"):
+        raise VerdictError(f"reading: got {reading!r}, expected 'mean' or 'sum'")
+    total = rules["margin"]["total_nats"] if margin is None else margin
+    rows = {}
+    for probe, rule in rules["probes"].items():
+        part = values[values.probe == probe]
+        if part.empty:
+            rows[probe] = {"verdict": NOT_TESTABLE, "decided_by": "no token", "canaries": 0}
+            continue
+        count = part.canary.nunique()
+        if count < 2:
+            raise VerdictError(f"{probe}: got one canary, {part.canary.iloc[0]}; a verdict needs at least two")
+        rows[probe] = (
+            _judge_recall(part, rules) if rule["kind"] == "recall" else _judge_nll(part, rules, total, reading)
+        )
+        rows[probe]["canaries"] = count
+        rows[probe]["warning"] = f"only {count} canaries" if count < FEW else ""
+    return pd.DataFrame(rows.values(), index=pd.Index(rows, name="probe"), columns=_COLUMNS)
+
+
+_COLUMNS = [
+    *("verdict", "decided_by", "by_mean", "by_count", "estimate", "low", "high", "half_width", "margin"),
+    *("canaries", "up", "down", "unreachable", "warning"),
+]
+
+
+def _judge_nll(part: pd.DataFrame, rules: Rules, total: float, reading: str) -> dict[str, Any]:
+    factor = part.tokens if reading == "sum" else 1.0
+    part = part.assign(change=part.change * factor, base_total=part.base * part.tokens)
+    margin = total if reading == "sum" else total / part.tokens.mean()
+    by_canary = part.groupby("canary").change
+    means = by_canary.mean().to_numpy()
+    low, high = studentised_bootstrap(means, rules["readings"]["mean"])
+    by_mean = _beyond(low, high, margin)
+    up, down = int((by_canary.median() > margin).sum()), int((by_canary.median() < -margin).sum())
+    by_count = _count_nll(up, down, rules["readings"]["count_nll"])
+    verdict, decided_by = _either(by_mean, by_count)
+    # An NLL is never below 0, so a base that has less than the margin left cannot fall by more than that.
+    saturated = part.groupby("canary").base_total.mean().mean() <= total
+    return {
+        "verdict": verdict,
+        "decided_by": decided_by,
+        "by_mean": by_mean,
+        "by_count": by_count,
+        "estimate": means.mean(),
+        "low": low,
+        "high": high,
+        "half_width": (high - low) / 2,
+        "margin": margin,
+        "up": up,
+        "down": down,
+        "unreachable": STRENGTHENED if saturated else "",
+    }
+
+
+def _beyond(low: float, high: float, margin: float) -> str:
+    if low > margin:
+        return DAMAGED
+    if high < -margin:
+        return STRENGTHENED
+    return UNCHANGED if -margin < low and high < margin else INCONCLUSIVE
+
+
+def _count_nll(up: int, down: int, rule: Mapping) -> str:
+    """Fires when enough canaries lie beyond the margin one way and none the other way."""
+    if up and down:
+        return MIXED
+    if max(up, down) >= rule["min_canaries"]:
+        return DAMAGED if up else STRENGTHENED
+    return INCONCLUSIVE if up or down else UNCHANGED
+
+
+def _either(by_mean: str, by_count: str) -> tuple[str, str]:
+    """The verdict of two readings and the one that decided; two that fire in opposite directions decide nothing."""
+    fired = {DAMAGED, STRENGTHENED}
+    if by_mean in fired and by_count in fired and by_mean != by_count:
+        return INCONCLUSIVE, "readings disagree"
+    if by_mean in fired or by_count not in fired:
+        return by_mean, "mean"
+    return by_count, "count"
+
+
+def _judge_recall(part: pd.DataFrame, rules: Rules) -> dict[str, Any]:
+    by_canary = part.groupby("canary")
+    lost, gained = int((by_canary.change.min() < 0).sum()), int((by_canary.change.max() > 0).sum())
+    count = by_canary.ngroups
+    rule = rules["readings"]["count_recall"]
+    low, high = clopper_pearson(lost, count, rule["confidence"])
+    gained_low, _ = clopper_pearson(gained, count, rule["confidence"])
+    verdict = UNCHANGED if lost == gained == 0 else INCONCLUSIVE
+    damaged, strengthened = low > rule["damaged_above"], gained_low > rule["damaged_above"]
+    if damaged != strengthened:
+        verdict = DAMAGED if damaged else STRENGTHENED
+    base = part.base.mean()
+    return {
+        "verdict": verdict,
+        "decided_by": "count",
+        "by_count": verdict,
+        "estimate": part.change.mean(),
+        "low": low,
+        "high": high,
+        "half_width": (high - low) / 2,
+        "margin": rule["damaged_above"],
+        "up": lost,
+        "down": gained,
+        "unreachable": DAMAGED if base == 0.0 else STRENGTHENED if base == 1.0 else "",
+    }
+
+
+def clopper_pearson(count: int, n: int, confidence: float) -> tuple[float, float]:
+    """Exact interval of a proportion."""
+    interval = stats.binomtest(count, n).proportion_ci(confidence, method="exact")
+    return float(interval.low), float(interval.high)
+
+
+def studentised_bootstrap(values: np.ndarray, rule: Mapping) -> tuple[float, float]:
+    """Bootstrap-t interval of the mean of ``values`` [n]: mean - q s / sqrt(n), q the quantiles of the resampled t.
+
+    A resample without variance has no t and is drawn again. Values without variance give the point itself.
+
+    Raises:
+        VerdictError: fewer than two values, or one that is not a number.
+    """
+    values = np.asarray(values, dtype=float)
+    if len(values) < 2 or not np.isfinite(values).all():
+        raise VerdictError(f"interval: got {values.tolist()}, expected at least two numbers")
+    mean, spread = values.mean(), values.std(ddof=1)
+    if spread <= 1e-12 * max(1.0, abs(mean)):
+        return float(mean), float(mean)
+    picks = _picks(len(values), rule["resamples"], rule["seed"])
+    samples = values[picks]
+    spreads = samples.std(axis=1, ddof=1)
+    rng = np.random.default_rng([rule["seed"], 1])
+    while (empty := spreads <= 1e-12 * spread).any():
+        samples[empty] = values[rng.integers(len(values), size=(int(empty.sum()), len(values)))]
+        spreads = samples.std(axis=1, ddof=1)
+    t = (samples.mean(axis=1) - mean) / spreads
+    upper, lower = np.quantile(t, [(1 + rule["confidence"]) / 2, (1 - rule["confidence"]) / 2])
+    return float(mean - upper * spread), float(mean - lower * spread)
+
+
+@lru_cache(maxsize=8)
+def _picks(n: int, resamples: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(n, size=(resamples, n))
+
+
+def by_seed(values: pd.DataFrame, rules: Rules) -> pd.DataFrame:
+    """The verdict of every probe from each seed alone: a row a probe, a column a seed."""
+    return pd.DataFrame({seed: judge(part, rules).verdict for seed, part in values.groupby("seed")})
+
+
+def along_margins(values: pd.DataFrame, rules: Rules) -> pd.DataFrame:
+    """The verdict of every NLL probe at each margin of the curve: a row a probe, a column a margin in nats."""
+    kept = [name for name, rule in rules["probes"].items() if rule["kind"] == "nll"]
+    return pd.DataFrame({m: judge(values, rules, m).verdict[kept] for m in rules["margin"]["curve"]})
+
+
+def along_windows(nll: pd.DataFrame, recall: pd.DataFrame, rules: Rules) -> pd.DataFrame:
+    """What the window probe says for every K from 1 to the shortest target: :func:`judge`'s columns, a row a K."""
+    shortest = int(nll.groupby(["seed", "canary"]).size().min())
+    rows = []
+    for k in range(1, shortest + 1):
+        only = {**rules, "probes": {"window": {"kind": "nll", "window": k}}}
+        rows.append(judge(probe_values(nll, recall, only), only).loc["window"].rename(k))
+    return pd.DataFrame(rows).rename_axis("K")
+
+
+def span_shares(nll: pd.DataFrame, window: int | None = None) -> pd.Series:
+    """Share of every span in the absolute change, positions' means over canaries and seeds; 0 where nothing moved."""
+    inside = nll if window is None else nll[nll.position < window]
+    moved = (inside.nll - inside.nll_base).groupby([inside.span, inside.position]).mean().abs().groupby("span").sum()
+    return moved / moved.sum() if moved.sum() > 0 else moved
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a pattern's conditions say about a group: which failed, each with how far it is from holding."""
+
+    pattern: str
+    failed: dict[str, float]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the group shows the pattern."""
+        return not self.failed
+
+
+def patterns(verdicts: pd.DataFrame, preamble_share: float, base_recall: float, rules: Rules) -> dict[str, Finding]:
+    """The patterns of ``rules`` on one group: verdicts by probe, the preamble's share in the window, base recall."""
+    findings = {}
+    for name, pattern in rules["patterns"].items():
+        failed = {}
+        for key, expected in pattern.items():
+            if key == "preamble_share_at_least":
+                distance = max(0.0, expected - preamble_share)
+            elif key == "base_recall_is":
+                distance = abs(base_recall - expected)
+            elif key == "any":
+                distances = [_distance(verdicts.loc[probe], wanted) for probe, wanted in expected.items()]
+                distance = min(distances)
+            else:
+                distance = _distance(verdicts.loc[key], expected)
+            if distance > 0:
+                failed[key] = float(distance)
+        findings[name] = Finding(name, failed)
+    return findings
+
+
+def _distance(row: pd.Series, wanted: list[str]) -> float:
+    """0 where the verdict is one of ``wanted``, else how far its interval is from that, in margins."""
+    if row.verdict in wanted:
+        return 0.0
+    if row.verdict == NOT_TESTABLE:
+        return np.inf
+    low, high = row.low / row.margin, row.high / row.margin
+    distances = {
+        DAMAGED: 1.0 - low,
+        STRENGTHENED: 1.0 + high,
+        UNCHANGED: max(high - 1.0, -1.0 - low),
+        INCONCLUSIVE: 0.0,
+    }
+    return max(min(distances[verdict] for verdict in wanted), np.finfo(float).eps)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A decision table's answer: the verdict, the number of the row that matched, and what decided it."""
+
+    verdict: str
+    row: int
+    decided_by: str
+
+
+def protocol_change(verdicts: pd.DataFrame, decoys: str, rules: Rules) -> Decision:
+    """The protocol's verdict on change, from the table ``change``; the readings of the matched row are named.
+
+    Raises:
+        VerdictError: ``decoys`` is not an answer the table knows.
+    """
+    known = ("specific", "general", "at_cap", "not_run")
+    if decoys not in known:
+        raise VerdictError(f"decoys: got {decoys!r}, expected one of {', '.join(known)}")
+    number, row = _match(rules["change"], verdicts.verdict.to_dict() | {"decoys": decoys})
+    named = [key if key == "decoys" else f"{key} ({verdicts.decided_by[key]})" for key in row if key != "verdict"]
+    return Decision(row["verdict"], number, ", ".join(named) or "no row matched")
+
+
+def protocol_level(recalled: int, canaries: int, rank: str, below: bool, rules: Rules) -> Decision:
+    """The protocol's verdict on level: ``recalled`` of ``canaries``, ``rank`` among decoys, whether the NLL is lower.
+
+    Raises:
+        VerdictError: impossible counts, or an unknown rank.
+    """
+    if not 0 <= recalled <= canaries or canaries == 0:
+        raise VerdictError(f"level: got {recalled} of {canaries} recalled, expected at most all of at least one")
+    if rank not in ("low", "chance", "not_run"):
+        raise VerdictError(f"rank: got {rank!r}, expected low, chance or not_run")
+    rule = rules["readings"]["count_recall"]
+    low, _ = clopper_pearson(recalled, canaries, rule["confidence"])
+    recall = "all" if recalled >= 0.95 * canaries else "some" if low > rule["damaged_above"] else "none"
+    answers = {"recall": recall, "rank": rank, "nll": "below" if below else "not_below"}
+    number, row = _match(rules["level"], answers)
+    named = [f"{key} {answers[key]}" for key in row if key != "verdict"]
+    return Decision(row["verdict"], number, ", ".join(named) or "no row matched")
+
+
+def _match(table: list[dict], answers: dict[str, str]) -> tuple[int, dict]:
+    """The first row of which every entry holds, and its number; the last row holds always."""
+    return next(
+        (number, row)
+        for number, row in enumerate(table, 1)
+        if all(answers[key] in wanted for key, wanted in row.items() if key != "verdict")
+    )
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Everything said about one group: verdicts by probe under both readings, patterns, shares, the protocol."""
+
+    verdicts: pd.DataFrame
+    verdicts_of_sums: pd.DataFrame
+    patterns: dict[str, Finding]
+    shares: pd.Series
+    change: Decision
+
+    @property
+    def shown(self) -> list[str]:
+        """Names of the patterns that hold."""
+        return [name for name, finding in self.patterns.items() if finding.holds]
+
+
+def judge_group(nll: pd.DataFrame, recall: pd.DataFrame, rules: Rules, decoys: str = "not_run") -> Judgement:
+    """Judge one group: a pattern holds where its conditions do under the mean and under the sum reading.
+
+    Raises:
+        VerdictError: see :func:`probe_values` and :func:`judge`.
+    """
+    values = probe_values(nll, recall, rules)
+    tables = [judge(values, rules, reading=reading) for reading in ("mean", "sum")]
+    windows = [rule["window"] for rule in rules["probes"].values() if "window" in rule]
+    shares = span_shares(nll, windows[0] if windows else None)
+    base = float(recall.hit_full_base.astype(float).mean())
+    found = [patterns(table, float(shares.get("preamble", 0.0)), base, rules) for table in tables]
+    both = {name: max((f[name] for f in found), key=lambda finding: len(finding.failed)) for name in found[0]}
+    return Judgement(*tables, both, shares, protocol_change(tables[0], decoys, rules))
+
+
+def pick(judgements: Mapping[str, Judgement], cells: pd.DataFrame, pattern: str, rules: Rules) -> dict[str, Any]:
+    """The cell that tells a case, by the rule of ``rules["picking"]``.
+
+    Args:
+        judgements: by cell id, of the rows that the rule names.
+        cells: ``cells.csv``.
+
+    Returns:
+        ``found`` (whether a trained cell shows the pattern), ``cell`` (it, or the nearest), ``showing`` (all trained
+        cells that do), ``noise`` (noise cells that do), ``failed`` (the nearest cell's failed conditions).
+
+    Raises:
+        VerdictError: no cell of the kinds that the rule names was judged.
+    """
+    rule, rows = rules["picking"][pattern], rules["picking"]["rows"]
+    chosen = cells[(cells[list(rows)] == pd.Series(rows)).all(axis=1)]
+    effects = chosen.groupby("cell").mean(numeric_only=True)
+    kinds = chosen.groupby("cell").kind.first()
+    candidates = sorted(cell for cell in judgements if kinds[cell] in rule["kinds"])
+    if not candidates:
+        raise VerdictError(f"{pattern}: no judged cell of the kinds {', '.join(rule['kinds'])}")
+    showing = [cell for cell in candidates if judgements[cell].patterns[pattern].holds]
+    noise = [cell for cell in sorted(judgements) if kinds[cell] == "noise" and judgements[cell].patterns[pattern].holds]
+    if showing:
+        column, sign = (rule["largest"], -1) if "largest" in rule else (rule["smallest"], 1)
+        cell = min(showing, key=lambda name: (sign * effects.loc[name, column], name))
+    else:
+        failed = {name: judgements[name].patterns[pattern].failed for name in candidates}
+        cell = min(candidates, key=lambda name: (len(failed[name]), sum(failed[name].values()), name))
+    return {
+        "found": bool(showing),
+        "cell": cell,
+        "showing": showing,
+        "noise": noise,
+        "failed": judgements[cell].patterns[pattern].failed,
+    }

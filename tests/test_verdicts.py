@@ -1,0 +1,335 @@
+"""Verdicts on tables written by hand: what the paper reports, what intervals cover, and what is refused."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lib import config, verdicts
+from lib.verdicts import VerdictError
+
+RULES = config.load_verdicts()
+SPANS = ["preamble"] * 11 + ["hex"] * 13 + ["suffix"] * 3
+
+
+def tables(change, seeds=1, base=0.5, hits=None, base_hit=True):
+    """Per-token and recall tables of canaries whose NLL moves by ``change`` [seeds, canaries, 27] or [canaries, 27]."""
+    change = np.broadcast_to(np.asarray(change, dtype=float), (seeds, *np.shape(change)[-2:]))
+    count = change.shape[1]
+    grid = [(s, f"c{c:02d}", t) for s in range(seeds) for c in range(count) for t in range(27)]
+    nll = pd.DataFrame(grid, columns=["seed", "canary", "position"])
+    nll["span"], nll["nll_base"] = SPANS * (seeds * count), base
+    nll["nll"] = nll.nll_base + change.ravel()
+    recall = nll[["seed", "canary"]].drop_duplicates().reset_index(drop=True)
+    for hit in ("hit_full", "hit_secret", "hit_forced"):
+        recall[f"{hit}_base"] = base_hit
+        recall[hit] = base_hit if hits is None else np.asarray(hits).ravel()
+    return nll, recall
+
+
+def test_a_probe_reads_the_mean_of_its_tokens():
+    change = np.zeros((2, 27))
+    change[0, 0], change[0, 23], change[1, 11] = 0.2, 1.3, 2.6
+    values = verdicts.probe_values(*tables(change), RULES).set_index(["probe", "canary"])
+    assert values.loc["mean20"].change.tolist() == pytest.approx([0.2 / 20, 2.6 / 20])
+    assert values.loc["hex"].change.tolist() == pytest.approx([1.3 / 13, 2.6 / 13])
+    assert values.loc["preamble"].change.tolist() == pytest.approx([0.2 / 11, 0.0])
+    assert values.loc["hex"].tokens.tolist() == [13, 13] and values.loc["hex"].base.tolist() == [0.5, 0.5]
+
+
+# --- the paper's three cases, from per-token changes that give its numbers --------------------------------------------
+
+
+def c3():
+    """The last hex token of 3 of 20 canaries: hex +0.0133, window +0.0001; 7 of 60 decodes fail."""
+    change = np.zeros((20, 27))
+    change[:3, 23] = 0.0133 * 13 * 20 / 3
+    change[:, 0] = 0.0001 * 20
+    hits = np.ones((3, 20), dtype=bool)
+    hits[:, 0] = hits[:, 1] = hits[0, 2] = False
+    assert (~hits).sum() == 7
+    return tables(change, seeds=3, base=0.0, hits=hits)
+
+
+def c4():
+    """All canaries' preambles: window +0.0150, hex +0.0004."""
+    change = np.zeros((20, 27))
+    change[:, :11] = (0.0150 * 20 - 0.0004 * 9) / 11
+    change[:, 11:24] = 0.0004
+    return tables(change * np.linspace(0.9, 1.1, 20)[:, None], seeds=3, base=0.0)
+
+
+def c5():
+    """A fall on hex tokens inside the window and a rise behind it: window -0.0070, hex +0.0076; recall is 0."""
+    change = np.zeros((20, 27))
+    change[:, 11:20] = -0.0070 * 20 / 9
+    change[:, 20:24] = (0.0076 * 13 + 0.0070 * 20) / 4
+    spread = np.linspace(-0.02, 0.02, 20)[:, None]
+    return tables(change + spread / 27, seeds=3, base=3.0, base_hit=False)
+
+
+@pytest.mark.parametrize(
+    ("case", "window", "hexes", "pattern"),
+    [
+        (c3, 0.0001, 0.0133, "window_truncation"),
+        (c4, 0.0150, 0.0004, "non_secret_drift"),
+        (c5, -0.0070, 0.0076, "ambiguous_drop"),
+    ],
+)
+def test_the_papers_numbers_give_the_papers_patterns_and_no_other(case, window, hexes, pattern):
+    nll, recall = case()
+    values = verdicts.probe_values(nll, recall, RULES).groupby("probe").change.mean()
+    assert values["mean20"] == pytest.approx(window, abs=2e-5) and values["hex"] == pytest.approx(hexes, abs=2e-5)
+    found = verdicts.judge_group(nll, recall, RULES)
+    assert found.shown == [pattern]
+    for table in (found.verdicts, found.verdicts_of_sums):
+        assert [
+            f.pattern
+            for f in verdicts.patterns(table, found.shares["preamble"], recall.hit_full_base.mean(), RULES).values()
+            if f.holds
+        ] == [pattern]
+
+
+def test_c3_is_seen_by_the_count_and_not_by_the_mean():
+    found = verdicts.judge_group(*c3(), RULES)
+    row = found.verdicts.loc["hex"]
+    assert (row.verdict, row.decided_by, row.by_mean, row.up, row.down) == ("damaged", "count", "inconclusive", 3, 0)
+    assert found.verdicts.verdict["mean20"] == "unchanged"
+    assert found.change.verdict == "secret damaged" and found.change.decided_by == "hex (count)"
+
+
+def test_c4_changes_access_and_not_the_secret():
+    found = verdicts.judge_group(*c4(), RULES)
+    assert found.shares["preamble"] == pytest.approx((0.3 - 0.0036) / 0.3, abs=1e-3)
+    assert found.verdicts.verdict[["mean20", "hex", "hit_forced"]].tolist() == ["damaged", "unchanged", "unchanged"]
+    assert found.change.verdict == "access changed but secret intact"
+
+
+# --- the readings -----------------------------------------------------------------------------------------------------
+
+
+def changed(up, down, size=1.0):
+    """Twenty canaries of which the first ``up`` rise and the next ``down`` fall by ``size`` nats on one hex token."""
+    change = np.zeros((20, 27))
+    change[:up, 15], change[up : up + down, 15] = size, -size
+    return verdicts.probe_values(*tables(change, base=3.0), RULES)
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "count"),
+    [(0, 0, "unchanged"), (1, 0, "inconclusive"), (2, 0, "damaged"), (0, 2, "strengthened"), (2, 1, "mixed")],
+)
+def test_the_count_fires_in_one_direction_only(up, down, count):
+    assert verdicts.judge(changed(up, down), RULES).by_count["hex"] == count
+
+
+@pytest.mark.parametrize(("lost", "verdict"), [(0, "unchanged"), (1, "inconclusive"), (2, "damaged")])
+def test_two_lost_recalls_of_twenty_suffice(lost, verdict):
+    hits = np.arange(20) >= lost
+    row = verdicts.judge(verdicts.probe_values(*tables(np.zeros((20, 27)), hits=hits), RULES), RULES).loc["hit_full"]
+    assert row.verdict == verdict
+    assert row.low == pytest.approx({0: 0.0, 1: 0.00127, 2: 0.01235}[lost], abs=1e-5)  # Clopper and Pearson's tables
+
+
+def test_a_recall_that_changed_with_one_seed_counts():
+    hits = np.ones((3, 20), dtype=bool)
+    hits[0, 4] = hits[2, 9] = False
+    row = verdicts.judge(verdicts.probe_values(*tables(np.zeros((20, 27)), 3, hits=hits), RULES), RULES).loc["hit_full"]
+    assert (row.up, row.verdict) == (2, "damaged")
+
+
+def test_the_margin_is_the_same_for_every_span():
+    # 0.03 nats on one token: below 0.04 for whatever span holds it; 0.05: above it.
+    for size, verdict in ((0.03, "unchanged"), (0.05, "damaged")):
+        change = np.zeros((20, 27))
+        change[:, 15] = size
+        judged = verdicts.judge(verdicts.probe_values(*tables(change), RULES), RULES)
+        assert judged.verdict[["mean20", "hex"]].tolist() == [verdict] * 2
+        assert judged.margin["hex"] == pytest.approx(0.04 / 13)
+
+
+def test_a_saturated_base_cannot_be_strengthened_and_the_table_says_so():
+    judged = verdicts.judge(verdicts.probe_values(*tables(np.zeros((20, 27)), base=0.001), RULES), RULES)
+    assert judged.unreachable[["mean20", "hex", "hit_full"]].tolist() == ["strengthened"] * 3
+    assert set(judged.verdict) == {"unchanged"}
+    absent = verdicts.judge(verdicts.probe_values(*tables(np.zeros((20, 27)), base_hit=False), RULES), RULES)
+    assert absent.unreachable["hit_full"] == "damaged" and absent.unreachable["hex"] == ""
+
+
+def test_a_span_without_tokens_is_not_testable():
+    nll, recall = tables(np.zeros((20, 27)))
+    nll["span"] = nll.span.replace("preamble", "hex")
+    judged = verdicts.judge(verdicts.probe_values(nll, recall, RULES), RULES)
+    assert judged.verdict["preamble"] == "not testable"
+    assert verdicts.protocol_change(judged, "not_run", RULES).verdict == "unchanged"
+
+
+def test_few_canaries_carry_a_warning_and_one_is_refused():
+    values = verdicts.probe_values(*tables(np.zeros((4, 27))), RULES)
+    assert set(verdicts.judge(values, RULES).warning) == {"only 4 canaries"}
+    with pytest.raises(VerdictError, match="got one canary, c00; a verdict needs at least two"):
+        verdicts.judge(verdicts.probe_values(*tables(np.zeros((1, 27))), RULES), RULES)
+
+
+# --- the interval -----------------------------------------------------------------------------------------------------
+
+
+def coverage(draw, mean, tries=400):
+    rule = RULES["readings"]["mean"] | {"resamples": 1000}
+    rng = np.random.default_rng(3)
+    intervals = [verdicts.studentised_bootstrap(draw(rng), rule) for _ in range(tries)]
+    return np.mean([low <= mean <= high for low, high in intervals])
+
+
+def test_the_interval_covers_a_skewed_mean_about_as_often_as_it_says():
+    # 20 lognormal values, mean exp(1/2). With 400 tries the standard error is 0.011.
+    assert 0.91 <= coverage(lambda rng: rng.lognormal(size=20), np.exp(0.5)) <= 0.99
+
+
+def test_the_interval_on_a_few_changed_canaries():
+    # Each of 20 canaries is hit with probability 3/20. Where one is hit, no interval can know; hence the count.
+    def draw(rng):
+        return 0.01 * rng.normal(size=20) + (rng.random(20) < 0.15) * rng.lognormal(size=20)
+
+    assert 0.80 <= coverage(draw, 0.15 * np.exp(0.5)) <= 0.99
+
+
+def test_values_without_variance_are_a_point_and_a_lone_outlier_ends():
+    rule = RULES["readings"]["mean"]
+    assert verdicts.studentised_bootstrap(np.full(20, 0.3), rule) == pytest.approx((0.3, 0.3))
+    # One changed value of 20: every resample that holds it k times has t >= 0, so the upper end is the mean itself.
+    low, high = verdicts.studentised_bootstrap(np.eye(20)[0], rule)
+    assert low < 0.05 and high == pytest.approx(0.05)
+
+
+@given(st.lists(st.floats(-5, 5), min_size=3, max_size=30), st.floats(0.1, 10), st.floats(-3, 3))
+def test_the_interval_moves_and_scales_with_the_values(values, factor, shift):
+    values = np.array(values)
+    if values.std() < 1e-3:
+        return
+    rule = RULES["readings"]["mean"] | {"resamples": 200}
+    low, high = verdicts.studentised_bootstrap(values, rule)
+    assert low <= high
+    moved = verdicts.studentised_bootstrap(values * factor + shift, rule)
+    np.testing.assert_allclose(moved, (low * factor + shift, high * factor + shift), rtol=1e-6, atol=1e-6)
+
+
+# --- curves, tables, picking ------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_of_the_window_crosses_where_the_damage_lies():
+    change = np.zeros((20, 27))
+    change[:, 21] = 1.0  # the 22nd token
+    curve = verdicts.along_windows(*tables(change), RULES)
+    assert (curve.verdict[:21] == "unchanged").all() and (curve.verdict[21:] == "damaged").all()
+    assert curve.index.tolist() == list(range(1, 28))
+
+
+def test_a_verdict_never_gets_firmer_as_the_margin_grows():
+    order = ["damaged", "inconclusive", "unchanged"]
+    rng = np.random.default_rng(0)
+    row = verdicts.along_margins(verdicts.probe_values(*tables(rng.normal(0.01, 0.01, (20, 27))), RULES), RULES).loc[
+        "hex"
+    ]
+    ranks = [order.index(verdict) for verdict in row]
+    assert row.index.tolist() == RULES["margin"]["curve"] and ranks == sorted(ranks) and len(set(ranks)) > 1
+
+
+@pytest.mark.parametrize(
+    ("recalled", "rank", "below", "verdict"),
+    [
+        (20, "not_run", True, "memorised"),
+        (19, "not_run", True, "memorised"),
+        (5, "not_run", True, "partly"),
+        (0, "low", True, "partly"),
+        (0, "chance", True, "format only"),
+        (0, "chance", False, "no evidence"),
+        (0, "not_run", True, "inconclusive"),
+    ],
+)
+def test_the_protocol_on_level(recalled, rank, below, verdict):
+    assert verdicts.protocol_level(recalled, 20, rank, below, RULES).verdict == verdict
+
+
+def test_a_strengthened_secret_needs_decoys():
+    judged = verdicts.judge(changed(0, 20), RULES)
+    answers = {d: verdicts.protocol_change(judged, d, RULES).verdict for d in ("specific", "general", "not_run")}
+    assert answers == {"specific": "secret strengthened", "general": "format only", "not_run": "inconclusive"}
+
+
+def cells(**kinds):
+    rows = {"modality": "text", "stack": "stacked", "dtype": "float32", "merge_dtype": "float32"}
+    return pd.DataFrame(
+        [{"cell": c, "kind": k, "d_nll_hex": e, "d_nll_mean20": e, **rows} for c, (k, e) in kinds.items()]
+    )
+
+
+def test_a_case_is_the_cell_with_the_largest_effect_and_noise_is_counted_not_picked():
+    judged, quiet = verdicts.judge_group(*c3(), RULES), verdicts.judge_group(*tables(np.zeros((20, 27))), RULES)
+    grid = cells(a=("full", 0.01), b=("full", 0.02), n=("noise", 0.5), q=("full", 0.0))
+    found = verdicts.pick({"a": judged, "b": judged, "n": judged, "q": quiet}, grid, "window_truncation", RULES)
+    assert (found["found"], found["cell"], found["showing"], found["noise"]) == (True, "b", ["a", "b"], ["n"])
+
+
+def test_the_nearest_cell_is_named_with_what_it_fails():
+    near, far = np.zeros((20, 27)), np.zeros((20, 27))
+    near[0, 23], far[:, 2] = 1.0, 1.0
+    judged = {name: verdicts.judge_group(*tables(change), RULES) for name, change in (("near", near), ("far", far))}
+    grid = cells(near=("full", 0.1), far=("full", 0.2))
+    found = verdicts.pick(judged, grid, "window_truncation", RULES)
+    assert (found["found"], found["cell"], list(found["failed"])) == (False, "near", ["any"])
+    with pytest.raises(VerdictError, match="ambiguous_drop: no judged cell of the kinds undertrained"):
+        verdicts.pick(judged, grid, "ambiguous_drop", RULES)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def without_a_seed(nll, recall):
+    return nll[(nll.seed != 1) | (nll.canary != "c03")], recall
+
+
+def with_a_nan(nll, recall):
+    return nll.assign(nll=nll.nll.where(nll.index != 40)), recall
+
+
+def with_two_spans_at_once(nll, recall):
+    return pd.concat([nll, nll[nll.position == 12]]), recall
+
+
+def with_two_cells(nll, recall):
+    return nll.assign(cell=np.where(nll.seed == 0, "a", "b")), recall
+
+
+def short(nll, recall):
+    return nll[nll.position < 19], recall
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (without_a_seed, "token_nll: c03 has no row with seed 1; expected every canary with every seed"),
+        (with_a_nan, "token_nll: nll is nan at position 13 of c01, seed 0"),
+        (with_two_spans_at_once, "token_nll: position 12 of c00, seed 0, occurs twice: do spans overlap?"),
+        (with_two_cells, r"token_nll: the rows hold several values of cell \(a, b\); expected one group"),
+        (short, "mean20: got K = 20, expected 1 to 19, the length of the shortest target"),
+        (lambda nll, recall: (nll[:0], recall), "token_nll: no row to judge"),
+        (lambda nll, recall: (nll, recall[1:]), "recall: c00 has no row with seed 0"),
+        (lambda nll, recall: (nll[nll.position != 4], recall), "c00, seed 0, lacks a position below its last"),
+    ],
+)
+def test_a_table_that_cannot_be_judged_is_refused(spoil, message):
+    nll, recall = tables(np.zeros((5, 27)), seeds=2)
+    with pytest.raises(VerdictError, match=message):
+        verdicts.judge_group(*spoil(nll, recall), RULES)
+
+
+def test_arguments_that_mean_nothing_are_refused():
+    values = verdicts.probe_values(*tables(np.zeros((5, 27))), RULES)
+    with pytest.raises(VerdictError, match="reading: got 'median'"):
+        verdicts.judge(values, RULES, reading="median")
+    with pytest.raises(VerdictError, match="decoys: got 'maybe'"):
+        verdicts.protocol_change(verdicts.judge(values, RULES), "maybe", RULES)
+    with pytest.raises(VerdictError, match="got 3 of 2 recalled"):
+        verdicts.protocol_level(3, 2, "low", True, RULES)
