@@ -215,7 +215,7 @@ def _template(
     ]
     if settings.preamble_tokens is None:
         return options[3]
-    lengths = [span.start for span in _spans(options, tokenizer, end_of_turn)]
+    lengths = [span.start for span in secret_spans(options, tokenizer, end_of_turn)]
     if settings.preamble_tokens not in lengths:
         raise CanaryError(
             f"canaries.preamble_tokens: no {modality} preamble has {settings.preamble_tokens} tokens under this "
@@ -226,10 +226,10 @@ def _template(
 
 def secret_span(canary: Canary, tokenizer: PreTrainedTokenizerBase, end_of_turn: str) -> Span:
     """Token span of the secret within the target."""
-    return _spans([canary], tokenizer, end_of_turn)[0]
+    return secret_spans([canary], tokenizer, end_of_turn)[0]
 
 
-def _spans(canaries: Sequence[Canary], tokenizer: PreTrainedTokenizerBase, end_of_turn: str) -> list[Span]:
+def secret_spans(canaries: Sequence[Canary], tokenizer: PreTrainedTokenizerBase, end_of_turn: str) -> list[Span]:
     tokenized = tokenize(tokenizer, [canary.target + end_of_turn for canary in canaries])
     starts = [len(canary.preamble) for canary in canaries]
     return [
@@ -275,7 +275,7 @@ def draw_secrets(
         if len(found) >= count:
             break
         drawn = _random_hex(rng, chunk)
-        spans = _spans([dataclasses.replace(template, secret=secret) for secret in drawn], tokenizer, end_of_turn)
+        spans = secret_spans([dataclasses.replace(template, secret=secret) for secret in drawn], tokenizer, end_of_turn)
         found |= {s: None for s, span in zip(drawn, spans, strict=True) if accept(span) and s not in excluded}
     if len(found) < count:
         raise CanaryError(
@@ -335,7 +335,7 @@ def draw_statistics(
     """Acceptance rate of secrets in ``canary``'s place, and the share of decimal digits before and after selection."""
     stream = 100 + (canary.modality == "image")  # apart from the streams that draw canaries
     drawn = _random_hex(np.random.default_rng([settings.seed, stream]), draws)
-    spans = _spans([dataclasses.replace(canary, secret=secret) for secret in drawn], tokenizer, end_of_turn)
+    spans = secret_spans([dataclasses.replace(canary, secret=secret) for secret in drawn], tokenizer, end_of_turn)
     accept = fitting(settings)
     accepted = [secret for secret, span in zip(drawn, spans, strict=True) if accept(span)]
     bits = 4 * SECRET_LENGTH + math.log2(len(accepted) / draws) if accepted else -math.inf

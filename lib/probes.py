@@ -201,7 +201,7 @@ def greedy_decode(
     for start in range(0, len(open_rows), batch_size):
         chunk = open_rows[start : start + batch_size]
         batch = encoder.batch([rows[i] for i in chunk], [outputs[i] for i in chunk])
-        with torch.no_grad(), _only(model, _greedy(max(left[i] for i in chunk), stop)):
+        with torch.no_grad(), only_configuration(model, _greedy(max(left[i] for i in chunk), stop)):
             generated = model.generate(**batch.generation_inputs())
         for i, ids in zip(chunk, generated[:, batch.input_ids.shape[1] :].tolist(), strict=True):
             ids = ids[: left[i]]
@@ -222,7 +222,7 @@ def _greedy(max_new_tokens: int, stop: int) -> GenerationConfig:
 
 
 @contextlib.contextmanager
-def _only(model: PreTrainedModel, configuration: GenerationConfig) -> Iterator[None]:
+def only_configuration(model: PreTrainedModel, configuration: GenerationConfig) -> Iterator[None]:
     """``configuration`` as the model's own: ``generate`` fills every setting left open from the one it came with.
 
     The rotary offset that Qwen2.5-VL keeps from call to call is cleared behind it.

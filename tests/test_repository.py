@@ -84,6 +84,8 @@ def test_modules_import_one_way():
         "adapters",
         "training",
         "probes",
+        "exposure",
+        "extraction",
         "verdicts",
         "results",
         "runs",

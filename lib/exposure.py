@@ -1,0 +1,225 @@
+"""Decoys: other secrets in a canary's place, scored on one cached prompt; ranks, margins and exposure among them.
+
+Three kinds, never pooled: ``random`` secrets drawn by the canaries' own rule, ``shuffled`` ones of the same characters,
+and ``other``, the secrets of the other canaries of its modality.
+"""
+
+import copy
+import dataclasses
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from lib import canaries
+from lib.canaries import Canary
+from lib.encoding import Encoded, Encoder
+from lib.errors import LeakbookError
+from lib.scoring import token_losses
+
+KINDS = ("random", "shuffled", "other")
+SHUFFLE_TRIES = 4096  # permutations looked at for each canary before the search for shuffled decoys ends
+
+
+class ExposureError(LeakbookError, ValueError):
+    """Decoys cannot be scored, or there are none."""
+
+
+def shuffled(
+    canary: Canary, count: int, encoder: Encoder, seed: int, tries: int = SHUFFLE_TRIES, taken: Sequence[str] = ()
+) -> list[Canary]:
+    """Up to ``count`` distinct shuffles of the canary's own characters with its token layout.
+
+    The search ends after ``tries`` permutations, so there may be fewer, even none: most fall into other tokens.
+    """
+    rng = np.random.default_rng([seed, 1, *canary.id.encode()])
+    drawn = ("".join(rng.permutation(list(canary.secret))) for _ in range(tries))
+    secrets = [secret for secret in dict.fromkeys(drawn) if secret not in {canary.secret, *taken}]
+    if not secrets:
+        return []
+    copies = [dataclasses.replace(canary, secret=secret) for secret in secrets]
+    tokenizer, closing = encoder.backbone.tokenizer, encoder.end_of_turn
+    layout = canaries.secret_span(canary, tokenizer, closing)
+    spans = canaries.secret_spans(copies, tokenizer, closing)
+    fitting = [copy for copy, span in zip(copies, spans, strict=True) if span == layout][:count]
+    return [dataclasses.replace(c, id=f"{canary.id}/shuffled-{i:03d}") for i, c in enumerate(fitting)]
+
+
+def others(canary: Canary, planted: Sequence[Canary]) -> list[Canary]:
+    """The canary with the secret of every other canary of its modality in place of its own."""
+    rest = [other for other in planted if other.modality == canary.modality and other.id != canary.id]
+    return [dataclasses.replace(canary, id=f"{canary.id}/other-{other.id}", secret=other.secret) for other in rest]
+
+
+def decoy_table(
+    model: PreTrainedModel,
+    encoder: Encoder,
+    rows: Sequence[Encoded],
+    kinds: Sequence[str] = KINDS,
+    count: int = 255,
+    seed: int = 0,
+    batch_size: int = 128,
+) -> pd.DataFrame:
+    """NLL of the secret of every canary and of its decoys, in its place.
+
+    Returns:
+        Columns ``canary, kind, decoy, nll_secret``: total nats of the secret's tokens, given the prompt and the
+        preamble. The canary's own secret is the row of kind ``secret``.
+
+    Raises:
+        ExposureError: no canary, ``count`` below 1, or an unknown kind.
+    """
+    if not rows:
+        raise ExposureError("decoys: got no canary to score")
+    if count < 1:
+        raise ExposureError(f"decoys: got a count of {count}, expected at least 1")
+    unknown = set(kinds) - set(KINDS)
+    if unknown:
+        raise ExposureError(f"decoys: got kind {sorted(unknown)[0]!r}, expected {', '.join(KINDS)}")
+    planted = [row.canary for row in rows]
+    secrets = [canary.secret for canary in planted]
+    tables = []
+    for row in rows:
+        made = {
+            "random": lambda c: canaries.decoys(
+                c, count, encoder.backbone.tokenizer, encoder.end_of_turn, seed, secrets
+            ),
+            "shuffled": lambda c: shuffled(c, count, encoder, seed, taken=secrets),
+            "other": lambda c: others(c, planted),
+        }
+        found = [("secret", row.canary)] + [(kind, decoy) for kind in kinds for decoy in made[kind](row.canary)]
+        nll = alternatives_nll(model, encoder, encoder.encode([canary for _, canary in found]), batch_size)
+        table = pd.DataFrame({"kind": [kind for kind, _ in found], "decoy": [canary.secret for _, canary in found]})
+        tables.append(table.assign(canary=row.canary.id, nll_secret=nll))
+    return pd.concat(tables, ignore_index=True)[["canary", "kind", "decoy", "nll_secret"]]
+
+
+def alternatives_nll(
+    model: PreTrainedModel, encoder: Encoder, rows: Sequence[Encoded], batch_size: int = 128
+) -> np.ndarray:
+    """NLL [n] in nats of the secrets of ``rows``, canaries with one prompt and picture, given prompt and preamble.
+
+    What all sequences begin with goes through the model once; every batch then reads only its own tokens on a copy of
+    that cache. Equal to scoring every row alone, up to the order of sums.
+
+    Raises:
+        ExposureError: the rows differ in prompt or picture.
+    """
+    if any(row.prompt_ids != rows[0].prompt_ids or row.canary.image != rows[0].canary.image for row in rows):
+        raise ExposureError("alternatives: got canaries with several prompts or pictures, expected one of each")
+    ends = [row.target_start + row.spans["hex"].stop for row in rows]
+    sequences = [row.input_ids[:end] for row, end in zip(rows, ends, strict=True)]
+    # The shared beginning ends before the first secret's first token, so that every secret is scored behind it.
+    first = min(row.target_start + row.spans["hex"].start for row in rows)
+    shared = min(len(os.path.commonprefix(sequences)), first) if len(rows) > 1 else first
+    positions = encoder.batch([max(rows, key=lambda row: len(row.input_ids))]).position_ids
+    with torch.no_grad():
+        cache, before = _read_shared(model, encoder, rows[0], shared, positions)
+        nll = np.zeros(len(rows))
+        for start in range(0, len(rows), batch_size):
+            chunk = slice(start, start + batch_size)
+            losses = _own_tokens(model, encoder, sequences[chunk], shared, positions, cache, before)
+            for i, row in enumerate(rows[chunk], start):
+                span = row.spans["hex"]
+                begin = row.target_start + span.start - shared
+                nll[i] = losses[i - start, begin : begin + len(span)].sum()
+    return nll
+
+
+def _read_shared(
+    model: PreTrainedModel, encoder: Encoder, row: Encoded, shared: int, positions: Tensor
+) -> tuple[DynamicCache, Tensor]:
+    """Cache of the first ``shared`` tokens of a row, and the logits [V] behind them."""
+    cut = dataclasses.replace(row, input_ids=row.input_ids[:shared], target_start=shared)
+    inputs = encoder.batch([cut]).model_inputs() | {"position_ids": positions[..., :shared]}
+    cache = DynamicCache()
+    logits = model(**inputs, cache=cache, use_cache=True, logits_to_keep=1).logits
+    return cache, logits[0, -1]
+
+
+def _own_tokens(
+    model: PreTrainedModel,
+    encoder: Encoder,
+    sequences: Sequence[tuple[int, ...]],
+    shared: int,
+    positions: Tensor,
+    cache: DynamicCache,
+    before: Tensor,
+) -> np.ndarray:
+    """Losses [b, T] of what follows the shared tokens, right-padded; padding holds numbers that mean nothing."""
+    own = [sequence[shared:] for sequence in sequences]
+    longest = max(map(len, own))
+    device = encoder.backbone.model.device
+    ids = torch.tensor([list(tokens) + [0] * (longest - len(tokens)) for tokens in own], device=device)
+    first = token_losses(before.expand(len(own), -1), ids[:, 0])
+    if longest == 1:
+        return first[:, None].double().cpu().numpy()
+    copied = copy.deepcopy(cache)
+    copied.batch_repeat_interleave(len(own))
+    places = positions[..., shared : shared + longest - 1]
+    places = places.expand(*places.shape[:-2], len(own), places.shape[-1])
+    logits = model(input_ids=ids[:, :-1], position_ids=places, cache=copied, use_cache=True).logits
+    rest = token_losses(logits.flatten(0, 1), ids[:, 1:].flatten()).view(len(own), -1)
+    return torch.cat([first[:, None], rest], 1).double().cpu().numpy()
+
+
+def exposure(table: pd.DataFrame) -> pd.DataFrame:
+    """Rank of every secret among its decoys, a row a canary and kind.
+
+    With n decoys: ``rank`` = 1 + the number of decoys whose NLL is not above the secret's, so ties count against the
+    claim; ``exposure`` = log2(n + 1) - log2(rank) bits (arXiv:1802.08232, estimated on the secret and its n decoys), at
+    most ``cap`` = log2(n + 1); ``normalised_rank`` = (rank - 1) / n, 0.5 on average for a secret nobody planted;
+    ``margin`` = the best decoy's NLL less the secret's, in nats.
+
+    Raises:
+        ExposureError: a canary without its own secret, or without a decoy.
+    """
+    own = table[table.kind == "secret"].set_index("canary").nll_secret
+    rows = []
+    for (canary, kind), part in table[table.kind != "secret"].groupby(["canary", "kind"], sort=False):
+        if canary not in own:
+            raise ExposureError(f"exposure: {canary} has decoys and no secret of its own")
+        n, secret = len(part), own[canary]
+        rank = 1 + int((part.nll_secret <= secret).sum())
+        rows.append(
+            {
+                "canary": canary,
+                "kind": kind,
+                "decoys": n,
+                "rank": rank,
+                "exposure": np.log2((n + 1) / rank),
+                "cap": np.log2(n + 1),
+                "normalised_rank": (rank - 1) / n,
+                "margin": part.nll_secret.min() - secret,
+            }
+        )
+    lonely = set(own.index) - {row["canary"] for row in rows}
+    if lonely:
+        raise ExposureError(f"exposure: {sorted(lonely)[0]} has no decoy")
+    return pd.DataFrame(rows)
+
+
+def corrected_change(before: pd.DataFrame, after: pd.DataFrame, kind: str = "random") -> pd.DataFrame:
+    """Change of every secret's NLL less the mean change of its decoys, in total nats, a row a canary.
+
+    Columns ``canary, secret, decoys, corrected, base``. It means something only where ``base``, the NLL before, is well
+    above 0: on a saturated secret there is nothing left that decoys could correct.
+
+    Raises:
+        ExposureError: the two tables do not hold the same secrets and decoys.
+    """
+    keys = ["canary", "kind", "decoy"]
+    joined = before.merge(after, on=keys, suffixes=("_before", "_after"))
+    if len(joined) != len(before) or len(joined) != len(after):
+        raise ExposureError("corrected change: the two tables hold different secrets or decoys")
+    change = joined.nll_secret_after - joined.nll_secret_before
+    by_kind = joined.assign(change=change).groupby(["canary", "kind"]).change.mean().unstack("kind")
+    if kind not in by_kind:
+        raise ExposureError(f"corrected change: there are no {kind} decoys")
+    base = before[before.kind == "secret"].set_index("canary").nll_secret
+    result = pd.DataFrame({"secret": by_kind["secret"], "decoys": by_kind[kind], "base": base})
+    return result.assign(corrected=result.secret - result.decoys).reset_index()
