@@ -24,7 +24,7 @@ class ConfigError(LeakbookError, ValueError):
     """A parameter has an unknown name, a wrong type or a value out of range."""
 
 
-def _at_least(minimum: float) -> Any:
+def at_least(minimum: float) -> Any:
     return field(metadata={"minimum": minimum})
 
 
@@ -36,11 +36,11 @@ class CanarySettings:
     the active tokenizer; ``hex_tokens: null`` keeps every draw at its natural length.
     """
 
-    n_text: int = _at_least(0)
-    n_image: int = _at_least(0)
-    seed: int = _at_least(0)
-    hex_tokens: int | None = _at_least(1)
-    preamble_tokens: int | None = _at_least(1)
+    n_text: int = at_least(0)
+    n_image: int = at_least(0)
+    seed: int = at_least(0)
+    hex_tokens: int | None = at_least(1)
+    preamble_tokens: int | None = at_least(1)
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class LoraSettings:
     ``check_every`` steps.
     """
 
-    rank: int = _at_least(1)
-    alpha: int = _at_least(1)
-    learning_rate: float = _at_least(0.0)
-    warmup_steps: int = _at_least(0)
-    batch_size: int = _at_least(1)
-    max_steps: int = _at_least(1)
-    check_every: int = _at_least(1)
-    seed: int = _at_least(0)
+    rank: int = at_least(1)
+    alpha: int = at_least(1)
+    learning_rate: float = at_least(0.0)
+    warmup_steps: int = at_least(0)
+    batch_size: int = at_least(1)
+    max_steps: int = at_least(1)
+    check_every: int = at_least(1)
+    seed: int = at_least(0)
     precision: Literal["auto", "bf16", "fp32"] = field()
 
 
@@ -71,8 +71,8 @@ class InjectionSettings(LoraSettings):
     steps after which an undertrained adapter is kept.
     """
 
-    target_nll: float = _at_least(0.0)
-    stop_steps: tuple[int, ...] = _at_least(1)
+    target_nll: float = at_least(0.0)
+    stop_steps: tuple[int, ...] = at_least(1)
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Scale:
     name: str = field()
     backbone: str = field()
     revision: str | None = field()
-    threads: int = _at_least(1)
-    evaluation_batch: int = _at_least(1)
+    threads: int = at_least(1)
+    evaluation_batch: int = at_least(1)
     canaries: CanarySettings = field()
     injection: InjectionSettings = field()
 
@@ -125,7 +125,7 @@ def _type_name(kind: Any) -> str:
     }.get(kind, getattr(kind, "__name__", str(kind)))
 
 
-def _convert(kind: Any, value: Any, where: str, shown: Any = None) -> Any:
+def convert(kind: Any, value: Any, where: str, shown: Any = None) -> Any:
     """Return ``value`` as ``kind``, or raise :class:`ConfigError`; nothing is ever parsed out of a string.
 
     ``shown`` is the kind that the message names, where ``kind`` is one alternative of it.
@@ -137,11 +137,11 @@ def _convert(kind: Any, value: Any, where: str, shown: Any = None) -> Any:
         if value is None and types.NoneType in options:
             return None
         (inner,) = (option for option in options if option is not types.NoneType)
-        return _convert(inner, value, where, shown=kind)
+        return convert(inner, value, where, shown=kind)
     if origin is Literal and value in options:
         return value
     if origin is tuple and isinstance(value, (list, tuple)):
-        return tuple(_convert(options[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        return tuple(convert(options[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if kind is float and type(value) in (int, float):
         return float(value)
     if origin is None and type(value) is kind:
@@ -152,7 +152,7 @@ def _convert(kind: Any, value: Any, where: str, shown: Any = None) -> Any:
     raise ConfigError(f"{where}: got {value!r} ({type(value).__name__}), expected {_type_name(shown or kind)}.{hint}")
 
 
-def _check_range(where: str, value: Any, minimum: float | None) -> None:
+def check_range(where: str, value: Any, minimum: float | None) -> None:
     values = value if isinstance(value, tuple) else (value,)
     for item in values:
         if minimum is not None and item is not None and not minimum <= item < math.inf:  # refuses NaN, too
@@ -175,8 +175,8 @@ def build(kind: type, values: Any, where: str) -> Any:
     hints = typing.get_type_hints(kind)
     converted = {}
     for item in dataclasses.fields(kind):
-        converted[item.name] = _convert(hints[item.name], values[item.name], f"{where}.{item.name}")
-        _check_range(f"{where}.{item.name}", converted[item.name], item.metadata.get("minimum"))
+        converted[item.name] = convert(hints[item.name], values[item.name], f"{where}.{item.name}")
+        check_range(f"{where}.{item.name}", converted[item.name], item.metadata.get("minimum"))
     return kind(**converted)
 
 
@@ -248,8 +248,8 @@ class Cell:
     kind: Literal["full", "undertrained", "long", "noise"] = field()
     source: str = field()
     base: str = field()
-    learning_rate: float | None = _at_least(0.0)
-    steps: int | None = _at_least(1)
+    learning_rate: float | None = at_least(0.0)
+    steps: int | None = at_least(1)
     like: str | None = field()
 
 
@@ -257,11 +257,11 @@ class Cell:
 class BenignTraining:
     """What all cells share: the adapter, the batch, how many records are drawn."""
 
-    rank: int = _at_least(1)
-    alpha: int = _at_least(1)
-    batch_size: int = _at_least(1)
-    warmup_steps: int = _at_least(0)
-    records: int = _at_least(1)
+    rank: int = at_least(1)
+    alpha: int = at_least(1)
+    batch_size: int = at_least(1)
+    warmup_steps: int = at_least(0)
+    records: int = at_least(1)
     precision: Literal["auto", "bf16", "fp32"] = field()
 
 
@@ -269,9 +269,9 @@ class BenignTraining:
 class Sweep:
     """``params/cells.yaml``: all cells, the seeds each is run with, what they share."""
 
-    seeds: tuple[int, ...] = _at_least(0)
+    seeds: tuple[int, ...] = at_least(0)
     training: BenignTraining = field()
-    noise_draws: int = _at_least(0)
+    noise_draws: int = at_least(0)
     cells: tuple[Cell, ...] = field()
 
     def cell(self, name: str) -> Cell:
@@ -335,68 +335,6 @@ def _check_cell(sweep: Sweep, cell: Cell, where: str) -> None:
         raise ConfigError(f"{where}.{given[0]}: got {trained[given[0]]!r}, expected null, since noise is not trained.")
 
 
-CHANGES = ("damaged", "strengthened", "unchanged", "inconclusive", "not testable")
-_TABLES: dict[str, dict[str, tuple[str, ...]]] = {  # of params/verdicts.yaml: what a row may ask, and the answers
-    "change": {
-        **dict.fromkeys(("mean20", "hex", "preamble", "suffix", "hit_full", "hit_secret", "hit_forced"), CHANGES),
-        "decoys": ("specific", "general", "at_cap", "not_run"),
-    },
-    "level": {
-        "recall": ("all", "some", "none"),
-        "rank": ("low", "chance", "not_run"),
-        "nll": ("below", "not_below"),
-    },
-}
-_SHARES = ("preamble_share_at_least", "base_recall_is")
-
-
-def load_verdicts(path: Path | None = None) -> dict[str, Any]:
-    """Read and check the rules in ``params/verdicts.yaml``, which say what they mean.
-
-    Raises:
-        ConfigError: a rule asks something unknown, expects an unknown answer, or a table has no last row for the rest.
-    """
-    path = path or paths.PARAMS / "verdicts.yaml"
-    with open(path, encoding="utf-8") as file:
-        rules = yaml.safe_load(file)
-    expected = ["margin", "readings", "probes", "patterns", "change", "level", "picking"]
-    if not isinstance(rules, dict) or list(rules) != expected:
-        raise ConfigError(
-            f"{path.name}: got {list(rules or ())}, expected the parts {', '.join(expected)} in this order."
-        )
-    for name, pattern in rules["patterns"].items():
-        _check_conditions(pattern, f"{path.name}, pattern {name}", {*_SHARES, "any"})
-    for table, answers in _TABLES.items():
-        for number, row in enumerate(rules[table], 1):
-            where = f"{path.name}, {table}, row {number}"
-            if not isinstance(row.get("verdict"), str):
-                raise ConfigError(f"{where}: got {row!r}, expected a row with a verdict.")
-            _check_answers({key: value for key, value in row.items() if key != "verdict"}, where, answers)
-        if set(rules[table][-1]) != {"verdict"}:
-            raise ConfigError(f"{path.name}, {table}: the last row {rules[table][-1]!r} must match everything else.")
-    _convert(float, rules["margin"]["total_nats"], f"{path.name}, margin.total_nats")
-    _convert(tuple[float, ...], rules["margin"]["curve"], f"{path.name}, margin.curve")
-    return rules
-
-
-def _check_conditions(pattern: Any, where: str, special: set[str]) -> None:
-    for key in special & set(pattern):
-        if key == "any":
-            _check_conditions(pattern["any"], f"{where}, any", set())
-        else:
-            _check_range(f"{where}.{key}", _convert(float, pattern[key], f"{where}.{key}"), 0.0)
-    _check_answers({k: v for k, v in pattern.items() if k not in special}, where, _TABLES["change"])
-
-
-def _check_answers(conditions: dict[str, Any], where: str, answers: dict[str, tuple[str, ...]]) -> None:
-    for key, expected in conditions.items():
-        if key not in answers:
-            raise ConfigError(f"{where}: unknown rule {key!r}; known are {', '.join(answers)}.")
-        for answer in _convert(tuple[str, ...], expected, f"{where}.{key}"):
-            if answer not in answers[key]:
-                raise ConfigError(f"{where}.{key}: got {answer!r}, expected one of {', '.join(answers[key])}.")
-
-
 @dataclass(frozen=True)
 class CellRun:
     """Parameters of the ``cell`` notebook, checked: one cell of the sweep with one seed. ``results`` as in Testbed."""
@@ -427,7 +365,7 @@ class _CellValues:
     scale: str
     cell: str
     grid: str | None
-    seed: int = _at_least(0)
+    seed: int = at_least(0)
 
 
 _VALUES: dict[type, tuple[type, dict[str, Any]]] = {

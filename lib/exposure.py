@@ -67,8 +67,8 @@ def decoy_table(
     """NLL of the secret of every canary and of its decoys, in its place.
 
     Returns:
-        Columns ``canary, kind, decoy, nll_secret``: total nats of the secret's tokens, given the prompt and the
-        preamble. The canary's own secret is the row of kind ``secret``.
+        Columns ``canary, kind, decoy, tokens, nll_secret``: the secret's tokens and their total nats, given the prompt
+        and the preamble. The canary's own secret is the row of kind ``secret``.
 
     Raises:
         ExposureError: no canary, ``count`` below 1, or an unknown kind.
@@ -92,10 +92,12 @@ def decoy_table(
             "other": lambda c: others(c, planted),
         }
         found = [("secret", row.canary)] + [(kind, decoy) for kind in kinds for decoy in made[kind](row.canary)]
-        nll = alternatives_nll(model, encoder, encoder.encode([canary for _, canary in found]), batch_size)
+        encoded = encoder.encode([canary for _, canary in found])
         table = pd.DataFrame({"kind": [kind for kind, _ in found], "decoy": [canary.secret for _, canary in found]})
-        tables.append(table.assign(canary=row.canary.id, nll_secret=nll))
-    return pd.concat(tables, ignore_index=True)[["canary", "kind", "decoy", "nll_secret"]]
+        table["tokens"] = [len(alternative.spans["hex"]) for alternative in encoded]
+        table["nll_secret"] = alternatives_nll(model, encoder, encoded, batch_size)
+        tables.append(table.assign(canary=row.canary.id))
+    return pd.concat(tables, ignore_index=True)[["canary", "kind", "decoy", "tokens", "nll_secret"]]
 
 
 def alternatives_nll(
@@ -176,8 +178,9 @@ def exposure(table: pd.DataFrame) -> pd.DataFrame:
     ``margin`` = the best decoy's NLL less the secret's, in nats.
 
     Raises:
-        ExposureError: a canary without its own secret, or without a decoy.
+        ExposureError: a canary without its own secret, with several, or without a decoy; an NLL that is not a number.
     """
+    _check_scores(table, "exposure")
     own = table[table.kind == "secret"].set_index("canary").nll_secret
     rows = []
     for (canary, kind), part in table[table.kind != "secret"].groupby(["canary", "kind"], sort=False):
@@ -203,23 +206,38 @@ def exposure(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def _check_scores(table: pd.DataFrame, what: str) -> None:
+    """A secret whose NLL is not a number would rank first: ties and gaps must never count for the claim."""
+    if not np.isfinite(table.nll_secret).all():
+        row = table[~np.isfinite(table.nll_secret)].iloc[0]
+        raise ExposureError(f"{what}: the NLL of {row.decoy!r} for {row.canary} is {row.nll_secret}")
+    secrets = table[table.kind == "secret"].canary
+    if secrets.duplicated().any():
+        first = secrets[secrets.duplicated()].iloc[0]
+        raise ExposureError(f"{what}: {first} has several rows of its own secret; expected the rows of one model")
+
+
 def corrected_change(before: pd.DataFrame, after: pd.DataFrame, kind: str = "random") -> pd.DataFrame:
     """Change of every secret's NLL less the mean change of its decoys, in total nats, a row a canary.
 
-    Columns ``canary, secret, decoys, corrected, base``. It means something only where ``base``, the NLL before, is well
-    above 0: on a saturated secret there is nothing left that decoys could correct.
+    Columns ``canary, secret, decoys, base, tokens, corrected``. It means something only where ``base``, the NLL before,
+    is well above 0: on a saturated secret there is nothing left that decoys could correct.
 
     Raises:
-        ExposureError: the two tables do not hold the same secrets and decoys.
+        ExposureError: the two tables do not hold the same secrets and decoys, or a canary has no decoy of that kind.
     """
-    keys = ["canary", "kind", "decoy"]
+    for table in (before, after):
+        _check_scores(table, "corrected change")
+    keys = ["canary", "kind", "decoy", "tokens"]
     joined = before.merge(after, on=keys, suffixes=("_before", "_after"))
     if len(joined) != len(before) or len(joined) != len(after):
         raise ExposureError("corrected change: the two tables hold different secrets or decoys")
     change = joined.nll_secret_after - joined.nll_secret_before
     by_kind = joined.assign(change=change).groupby(["canary", "kind"]).change.mean().unstack("kind")
-    if kind not in by_kind:
-        raise ExposureError(f"corrected change: there are no {kind} decoys")
-    base = before[before.kind == "secret"].set_index("canary").nll_secret
-    result = pd.DataFrame({"secret": by_kind["secret"], "decoys": by_kind[kind], "base": base})
+    if kind not in by_kind or by_kind[kind].isna().any():
+        without = by_kind.index[by_kind[kind].isna()][0] if kind in by_kind else "any canary"
+        raise ExposureError(f"corrected change: there are no {kind} decoys of {without}")
+    own = before[before.kind == "secret"].set_index("canary")
+    result = pd.DataFrame({"secret": by_kind["secret"], "decoys": by_kind[kind], "base": own.nll_secret})
+    result["tokens"] = own.tokens
     return result.assign(corrected=result.secret - result.decoys).reset_index()

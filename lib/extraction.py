@@ -70,9 +70,12 @@ def top_k_log_probability(
         chunk = rows[start : start + batch_size]
         with torch.no_grad():
             logits, ids = target_logits(model, encoder.batch(chunk))
-            best = logits.float().topk(min(top_k, logits.shape[-1])).values
-            own = logits.float().gather(-1, ids[:, None])[:, 0]
-            scores = torch.where(own >= best[:, -1], own - best.logsumexp(-1), -torch.inf).cpu().numpy()
+            precise = logits if logits.dtype == torch.float64 else logits.float()
+            least = precise.topk(min(top_k, precise.shape[-1])).values[
+                :, -1:
+            ]  # ties with the k-th stay, as in sampling
+            kept = precise.masked_fill(precise < least, -torch.inf)
+            scores = (kept.gather(-1, ids[:, None]) - kept.logsumexp(-1, keepdim=True))[:, 0].cpu().numpy()
         ends = np.cumsum([len(row.target_ids) for row in chunk])[:-1]
         for row, values in zip(chunk, np.split(scores, ends), strict=True):
             logs.append(float(values[row.spans["hex"].start : row.spans["hex"].stop].sum()))

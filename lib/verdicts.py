@@ -57,32 +57,32 @@ def probe_values(nll: pd.DataFrame, recall: pd.DataFrame, rules: Rules) -> pd.Da
     return pd.concat(tables, ignore_index=True)[VALUES]
 
 
+LABELS = ["cell", "modality", "stack", "dtype", "merge_dtype"]
+
+
 def _check(nll: pd.DataFrame, recall: pd.DataFrame) -> None:
-    labels = ["cell", "modality", "stack", "dtype", "merge_dtype"]
     for name, table in (("token_nll", nll), ("recall", recall)):
-        present = [label for label in labels if label in table]
         if len(table) == 0:
             raise VerdictError(f"{name}: no row to judge; expected one group of a cell")
-        mixed = [label for label in present if table[label].nunique() > 1]
-        if mixed:
-            found = ", ".join(map(str, table[mixed[0]].unique()[:4]))
-            raise VerdictError(f"{name}: the rows hold several values of {mixed[0]} ({found}); expected one group")
-    doubled = nll.duplicated(["seed", "canary", "position"])
-    if doubled.any():
-        row = nll[doubled].iloc[0]
-        raise VerdictError(
-            f"token_nll: position {row.position} of {row.canary}, seed {row.seed}, occurs twice: do spans overlap?"
-        )
-    for column in ("nll", "nll_base"):
-        if not np.isfinite(nll[column]).all():
-            row = nll[~np.isfinite(nll[column])].iloc[0]
+        for label in LABELS:
+            if label in table and table[label].nunique() > 1:
+                found = ", ".join(map(str, table[label].unique()[:4]))
+                raise VerdictError(f"{name}: the rows hold several values of {label} ({found}); expected one group")
+    for label in LABELS:
+        if label in nll and label in recall and nll[label].iloc[0] != recall[label].iloc[0]:
             raise VerdictError(
-                f"token_nll: {column} is {row[column]} at position {row.position} of {row.canary}, seed {row.seed}"
+                f"{label}: token_nll is of {nll[label].iloc[0]!r} and recall of {recall[label].iloc[0]!r}; "
+                "expected both of one group"
             )
-    canaries, seeds = nll.canary.unique(), nll.seed.unique()
-    for name, table in (("token_nll", nll), ("recall", recall)):
-        pairs = set(zip(table.seed, table.canary, strict=True))
-        missing = [(seed, canary) for seed in seeds for canary in canaries if (seed, canary) not in pairs]
+    _refuse_doubled(nll.duplicated(["seed", "canary", "position"]), nll, "token_nll")
+    _refuse_doubled(recall.duplicated(["seed", "canary"]), recall, "recall")
+    _refuse_missing_numbers(nll, ["nll", "nll_base"], "token_nll")
+    hits = [f"{hit}{suffix}" for hit in ("hit_full", "hit_secret", "hit_forced") for suffix in ("_base", "")]
+    _refuse_missing_numbers(recall, [hit for hit in hits if hit in recall], "recall")
+    pairs = {name: set(zip(t.seed, t.canary, strict=True)) for name, t in (("token_nll", nll), ("recall", recall))}
+    seeds, canaries = (sorted({pair[i] for both in pairs.values() for pair in both}) for i in (0, 1))
+    for name, present in pairs.items():
+        missing = [(seed, canary) for seed in seeds for canary in canaries if (seed, canary) not in present]
         if missing:
             seed, canary = missing[0]
             raise VerdictError(f"{name}: {canary} has no row with seed {seed}; expected every canary with every seed")
@@ -90,6 +90,23 @@ def _check(nll: pd.DataFrame, recall: pd.DataFrame) -> None:
     if (lengths["size"] != lengths["max"] + 1).any():
         seed, canary = lengths.index[lengths["size"] != lengths["max"] + 1][0]
         raise VerdictError(f"token_nll: {canary}, seed {seed}, lacks a position below its last")
+
+
+def _refuse_doubled(doubled: pd.Series, table: pd.DataFrame, name: str) -> None:
+    if doubled.any():
+        row = table[doubled].iloc[0]
+        what = f"position {row.position} of {row.canary}" if "position" in table else str(row.canary)
+        hint = ": do spans overlap?" if "position" in table else ""
+        raise VerdictError(f"{name}: {what}, seed {row.seed}, occurs twice{hint}")
+
+
+def _refuse_missing_numbers(table: pd.DataFrame, columns: list[str], name: str) -> None:
+    for column in columns:
+        values = pd.to_numeric(table[column], errors="coerce").astype(float)
+        if not np.isfinite(values).all():
+            row = table[~np.isfinite(values)].iloc[0]
+            where = f"position {row.position} of {row.canary}" if "position" in table else str(row.canary)
+            raise VerdictError(f"{name}: {column} is {row[column]} at {where}, seed {row.seed}; expected a number")
 
 
 def _chosen(nll: pd.DataFrame, probe: str, rule: Mapping) -> pd.Series:
@@ -135,8 +152,11 @@ def judge(values: pd.DataFrame, rules: Rules, margin: float | None = None, readi
             rows[probe] = {"verdict": NOT_TESTABLE, "decided_by": "no token", "canaries": 0}
             continue
         count = part.canary.nunique()
-        if count < 2:
+        if count < 2 and values.canary.nunique() < 2:
             raise VerdictError(f"{probe}: got one canary, {part.canary.iloc[0]}; a verdict needs at least two")
+        if count < 2:
+            rows[probe] = {"verdict": NOT_TESTABLE, "decided_by": "tokens in one canary only", "canaries": count}
+            continue
         rows[probe] = (
             _judge_recall(part, rules) if rule["kind"] == "recall" else _judge_nll(part, rules, total, reading)
         )
@@ -152,14 +172,13 @@ _COLUMNS = [
 
 
 def _judge_nll(part: pd.DataFrame, rules: Rules, total: float, reading: str) -> dict[str, Any]:
-    factor = part.tokens if reading == "sum" else 1.0
-    part = part.assign(change=part.change * factor, base_total=part.base * part.tokens)
+    part = part.assign(total=part.change * part.tokens, base_total=part.base * part.tokens)
     margin = total if reading == "sum" else total / part.tokens.mean()
-    by_canary = part.groupby("canary").change
-    means = by_canary.mean().to_numpy()
+    means = part.groupby("canary")["total" if reading == "sum" else "change"].mean().to_numpy()
     low, high = studentised_bootstrap(means, rules["readings"]["mean"])
     by_mean = _beyond(low, high, margin)
-    up, down = int((by_canary.median() > margin).sum()), int((by_canary.median() < -margin).sum())
+    medians = part.groupby("canary").total.median()
+    up, down = int((medians > total).sum()), int((medians < -total).sum())
     by_count = _count_nll(up, down, rules["readings"]["count_nll"])
     verdict, decided_by = _either(by_mean, by_count)
     # An NLL is never below 0, so a base that has less than the margin left cannot fall by more than that.
@@ -208,22 +227,27 @@ def _either(by_mean: str, by_count: str) -> tuple[str, str]:
 
 
 def _judge_recall(part: pd.DataFrame, rules: Rules) -> dict[str, Any]:
+    """Canaries that lost the recall, or gained it, with at least one seed; shown is the larger of the two shares."""
     by_canary = part.groupby("canary")
     lost, gained = int((by_canary.change.min() < 0).sum()), int((by_canary.change.max() > 0).sum())
-    count = by_canary.ngroups
-    rule = rules["readings"]["count_recall"]
-    low, high = clopper_pearson(lost, count, rule["confidence"])
-    gained_low, _ = clopper_pearson(gained, count, rule["confidence"])
-    verdict = UNCHANGED if lost == gained == 0 else INCONCLUSIVE
-    damaged, strengthened = low > rule["damaged_above"], gained_low > rule["damaged_above"]
-    if damaged != strengthened:
-        verdict = DAMAGED if damaged else STRENGTHENED
-    base = part.base.mean()
+    count, rule, base = by_canary.ngroups, rules["readings"]["count_recall"], part.base.mean()
+
+    def fires(changed: int) -> bool:
+        low, _ = clopper_pearson(changed, count, rule["confidence"])
+        return changed >= rule["min_canaries"] and low > rule["damaged_above"]
+
+    if lost == gained == 0:
+        verdict = NOT_TESTABLE if base == 0.0 else UNCHANGED
+    elif fires(lost) != fires(gained):
+        verdict = DAMAGED if fires(lost) else STRENGTHENED
+    else:
+        verdict = INCONCLUSIVE
+    low, high = clopper_pearson(max(lost, gained), count, rule["confidence"])
     return {
         "verdict": verdict,
         "decided_by": "count",
         "by_count": verdict,
-        "estimate": part.change.mean(),
+        "estimate": max(lost, gained) / count,
         "low": low,
         "high": high,
         "half_width": (high - low) / 2,
@@ -243,7 +267,8 @@ def clopper_pearson(count: int, n: int, confidence: float) -> tuple[float, float
 def studentised_bootstrap(values: np.ndarray, rule: Mapping) -> tuple[float, float]:
     """Bootstrap-t interval of the mean of ``values`` [n]: mean - q s / sqrt(n), q the quantiles of the resampled t.
 
-    A resample without variance has no t and is drawn again. Values without variance give the point itself.
+    A resample's spread counts at least as ``rule["spread_floor"]`` of the sample's: where few values differ, resamples
+    that miss them would give a t without limit. Values without any spread give the point itself.
 
     Raises:
         VerdictError: fewer than two values, or one that is not a number.
@@ -254,13 +279,8 @@ def studentised_bootstrap(values: np.ndarray, rule: Mapping) -> tuple[float, flo
     mean, spread = values.mean(), values.std(ddof=1)
     if spread <= 1e-12 * max(1.0, abs(mean)):
         return float(mean), float(mean)
-    picks = _picks(len(values), rule["resamples"], rule["seed"])
-    samples = values[picks]
-    spreads = samples.std(axis=1, ddof=1)
-    rng = np.random.default_rng([rule["seed"], 1])
-    while (empty := spreads <= 1e-12 * spread).any():
-        samples[empty] = values[rng.integers(len(values), size=(int(empty.sum()), len(values)))]
-        spreads = samples.std(axis=1, ddof=1)
+    samples = values[_picks(len(values), rule["resamples"], rule["seed"])]
+    spreads = np.maximum(samples.std(axis=1, ddof=1), rule["spread_floor"] * spread)
     t = (samples.mean(axis=1) - mean) / spreads
     upper, lower = np.quantile(t, [(1 + rule["confidence"]) / 2, (1 - rule["confidence"]) / 2])
     return float(mean - upper * spread), float(mean - lower * spread)
@@ -293,9 +313,10 @@ def along_windows(nll: pd.DataFrame, recall: pd.DataFrame, rules: Rules) -> pd.D
 
 
 def span_shares(nll: pd.DataFrame, window: int | None = None) -> pd.Series:
-    """Share of every span in the absolute change, positions' means over canaries and seeds; 0 where nothing moved."""
+    """Share of every span in the absolute change: each canary's at each position, its seeds averaged; 0 if none."""
     inside = nll if window is None else nll[nll.position < window]
-    moved = (inside.nll - inside.nll_base).groupby([inside.span, inside.position]).mean().abs().groupby("span").sum()
+    change = (inside.nll - inside.nll_base).groupby([inside.span, inside.canary, inside.position]).mean()
+    moved = change.abs().groupby("span").sum()
     return moved / moved.sum() if moved.sum() > 0 else moved
 
 
@@ -339,13 +360,19 @@ def _distance(row: pd.Series, wanted: list[str]) -> float:
         return 0.0
     if row.verdict == NOT_TESTABLE:
         return np.inf
-    low, high = row.low / row.margin, row.high / row.margin
-    distances = {
-        DAMAGED: 1.0 - low,
-        STRENGTHENED: 1.0 + high,
-        UNCHANGED: max(high - 1.0, -1.0 - low),
-        INCONCLUSIVE: 0.0,
-    }
+    if pd.isna(row.by_mean):  # a recall: canaries, against the two that suffice
+        lost, gained = float(row.up), float(row.down)
+        distances = {DAMAGED: 2 - lost, STRENGTHENED: 2 - gained, UNCHANGED: lost + gained}
+        distances |= {INCONCLUSIVE: abs(max(lost, gained) - 1), NOT_TESTABLE: np.inf}
+    else:
+        low, high = row.low / row.margin, row.high / row.margin
+        distances = {
+            DAMAGED: 1.0 - low,
+            STRENGTHENED: 1.0 + high,
+            UNCHANGED: max(high - 1.0, -1.0 - low),
+            INCONCLUSIVE: max(low - 1.0, -1.0 - high),
+            NOT_TESTABLE: np.inf,
+        }
     return max(min(distances[verdict] for verdict in wanted), np.finfo(float).eps)
 
 
@@ -373,7 +400,7 @@ def protocol_change(verdicts: pd.DataFrame, decoys: str, rules: Rules) -> Decisi
 
 
 def protocol_level(recalled: int, canaries: int, rank: str, below: bool, rules: Rules) -> Decision:
-    """The protocol's verdict on level: ``recalled`` of ``canaries``, ``rank`` among decoys, whether the NLL is lower.
+    """The protocol's verdict on level: canaries with ``hit_secret``, their rank among decoys, whether the NLL is lower.
 
     Raises:
         VerdictError: impossible counts, or an unknown rank.
@@ -382,13 +409,39 @@ def protocol_level(recalled: int, canaries: int, rank: str, below: bool, rules: 
         raise VerdictError(f"level: got {recalled} of {canaries} recalled, expected at most all of at least one")
     if rank not in ("low", "chance", "not_run"):
         raise VerdictError(f"rank: got {rank!r}, expected low, chance or not_run")
-    rule = rules["readings"]["count_recall"]
-    low, _ = clopper_pearson(recalled, canaries, rule["confidence"])
-    recall = "all" if recalled >= 0.95 * canaries else "some" if low > rule["damaged_above"] else "none"
+    recall = "all" if recalled >= 0.95 * canaries else "some" if recalled else "none"
     answers = {"recall": recall, "rank": rank, "nll": "below" if below else "not_below"}
     number, row = _match(rules["level"], answers)
     named = [f"{key} {answers[key]}" for key in row if key != "verdict"]
     return Decision(row["verdict"], number, ", ".join(named) or "no row matched")
+
+
+def decoy_answer(corrected: pd.DataFrame, hex_verdict: str, rules: Rules) -> str:
+    """What random decoys say of a change, for :func:`protocol_change`: ``specific``, ``general`` or ``at_cap``.
+
+    Args:
+        corrected: columns ``secret, corrected, base`` in total nats and ``tokens``, a row a canary (see
+            :func:`lib.exposure.corrected_change`).
+        hex_verdict: the verdict on the whole secret.
+
+    Raises:
+        VerdictError: fewer than two canaries, or a value that is not a number.
+    """
+    if (corrected.base / corrected.tokens).mean() <= rules["decoys"]["base_above"]:
+        return "at_cap"
+    low, high = studentised_bootstrap(corrected.corrected.to_numpy(), rules["readings"]["mean"])
+    moved = _beyond(low, high, rules["margin"]["total_nats"])
+    return "specific" if moved == hex_verdict and moved in (DAMAGED, STRENGTHENED) else "general"
+
+
+def rank_answer(normalised_ranks: np.ndarray, rules: Rules) -> str:
+    """Whether a group's mean normalised rank among random decoys lies below 0.5 with its interval: ``low``, ``chance``.
+
+    Raises:
+        VerdictError: fewer than two canaries, or a value that is not a number.
+    """
+    _, high = studentised_bootstrap(normalised_ranks, rules["readings"]["mean"])
+    return "low" if high < 0.5 else "chance"
 
 
 def _match(table: list[dict], answers: dict[str, str]) -> tuple[int, dict]:

@@ -20,6 +20,7 @@
 scale = "laptop"  # smoke, laptop or paper: a scale of params/scales.yaml
 cell = "safety-full-high-30"  # a cell of params/cells.yaml
 seed = 0  # initialisation, data and order of the benign tuning
+grid = None  # another file of cells than params/cells.yaml
 
 # %% [markdown]
 # The parameters are checked, then the run is found or computed.

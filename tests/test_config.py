@@ -6,7 +6,7 @@ import types
 import pytest
 import yaml
 
-from lib import config, paths
+from lib import config, paths, rules
 from lib.config import ConfigError
 
 
@@ -16,7 +16,7 @@ def test_every_parameter_file_loads(path):
     if path.name == "cells.yaml":
         assert len(config.load_sweep(config.load_scale("laptop")).cells) == 34
     elif path.name == "verdicts.yaml":
-        assert list(config.load_verdicts()["patterns"]) == ["window_truncation", "non_secret_drift", "ambiguous_drop"]
+        assert list(rules.load_verdicts()["patterns"]) == ["window_truncation", "non_secret_drift", "ambiguous_drop"]
     elif path.name == "scales.yaml":
         for name in content:
             assert config.load_scale(name).name == name
@@ -164,12 +164,23 @@ def test_a_cell_that_cannot_be_run_is_refused(tmp_path, old, new, message):
         (
             "decoys: [general]",
             "decoys: [usual]",
-            "change, row 4.decoys: got 'usual', expected one of specific, general",
+            "change, row 3.decoys: got 'usual', expected one of specific, general",
         ),
         ("recall: [some]", "recall: some", "level, row 2.recall: got 'some' .str., expected a list of a string"),
         ("preamble_share_at_least: 0.9", "preamble_share_at_least: -1", "got -1.0, expected at least 0.0"),
         ("  - {verdict: inconclusive}\n\n# The protocol's verdict on level", "\n# The", "must match everything else"),
-        ("picking:", "choosing:", "expected the parts margin, readings, probes, patterns, change, level, picking"),
+        ("equivalence_alpha: 0.025", "equivalence_alpha: 0.05", "equivalence_alpha: got 0.05, expected 0.025, half of"),
+        ("interval: studentised_bootstrap", "interval: student_t", "readings.mean.interval: got 'student_t'"),
+        ("opposite: mixed", "opposite: fires", "readings.count_nll.opposite: got 'fires'"),
+        ("spread_floor:", "floor:", "readings.mean: unknown parameter 'floor'"),
+        ("window: 20", "windw: 20", "probes.mean20: got .*expected kind nll with window or span"),
+        ("largest: d_nll_hex", "largest: d_nll_hx", "picking.window_truncation: got .*d_nll_hx.*expected kinds and"),
+        ("base_above: 0.1", "base_above: high", "decoys.base_above: got 'high'"),
+        (
+            "picking:",
+            "choosing:",
+            "expected the parts margin, readings, probes, patterns, change, level, decoys, picking",
+        ),
     ],
 )
 def test_an_unknown_rule_is_refused(tmp_path, old, new, message):
@@ -177,11 +188,11 @@ def test_an_unknown_rule_is_refused(tmp_path, old, new, message):
     assert old in text
     (tmp_path / "verdicts.yaml").write_text(text.replace(old, new, 1))
     with pytest.raises(ConfigError, match=message):
-        config.load_verdicts(tmp_path / "verdicts.yaml")
+        rules.load_verdicts(tmp_path / "verdicts.yaml")
 
 
 def test_every_probe_that_a_rule_names_is_one_of_the_probes():
-    rules = config.load_verdicts()
-    asked = {key for row in rules["change"] for key in row} - {"verdict", "decoys"}
-    assert asked <= set(rules["probes"])
-    assert set(rules["picking"]) - {"rows", "confirmation"} == set(rules["patterns"])
+    loaded = rules.load_verdicts()
+    asked = {key for row in loaded["change"] for key in row} - {"verdict", "decoys"}
+    assert asked <= set(loaded["probes"])
+    assert set(loaded["picking"]) - {"rows", "confirmation"} == set(loaded["patterns"])

@@ -88,7 +88,7 @@ def test_the_search_for_shuffles_ends(encoder, rows):
 
 def decoy_rows(own, decoys, canary="a", kind="random"):
     rows = [(canary, "secret", "own", own)] + [(canary, kind, str(i), nll) for i, nll in enumerate(decoys)]
-    return pd.DataFrame(rows, columns=["canary", "kind", "decoy", "nll_secret"])
+    return pd.DataFrame(rows, columns=["canary", "kind", "decoy", "nll_secret"]).assign(tokens=13)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,20 @@ def test_a_corrected_change_takes_the_decoys_along():
     before, after = decoy_rows(10.0, [30.0, 34.0]), decoy_rows(7.0, [29.0, 31.0])
     (row,) = exposure.corrected_change(before, after).to_dict("records")
     assert (row["secret"], row["decoys"], row["corrected"], row["base"]) == (-3.0, -2.0, -1.0, 10.0)
+    assert row["tokens"] == 13
     with pytest.raises(ExposureError, match="different secrets or decoys"):
         exposure.corrected_change(before, after[:-1])
+    with pytest.raises(ExposureError, match="no shuffled decoys of any canary"):
+        exposure.corrected_change(before, after, "shuffled")
+
+
+def test_a_score_that_is_no_number_never_counts_for_the_claim():
+    for own, decoys in ((np.nan, [1.0, 2.0]), (1.0, [np.nan, 2.0])):
+        with pytest.raises(ExposureError, match="for a is nan"):
+            exposure.exposure(decoy_rows(own, decoys))
+    twice = pd.concat([decoy_rows(1.0, [2.0]), decoy_rows(3.0, [4.0])])
+    with pytest.raises(ExposureError, match="a has several rows of its own secret"):
+        exposure.exposure(twice)
 
 
 def test_exposure_without_decoys_is_refused(precise):

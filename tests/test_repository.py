@@ -72,6 +72,7 @@ def test_modules_import_one_way():
         "errors",
         "paths",
         "config",
+        "rules",
         "files",
         "embedded",
         "models",

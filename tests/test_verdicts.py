@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib import config, verdicts
+from lib import rules, verdicts
 from lib.verdicts import VerdictError
 
-RULES = config.load_verdicts()
+RULES = rules.load_verdicts()
 SPANS = ["preamble"] * 11 + ["hex"] * 13 + ["suffix"] * 3
 
 
@@ -69,6 +69,27 @@ def c5():
     return tables(change + spread / 27, seeds=3, base=3.0, base_hit=False)
 
 
+def as_a_sum(case, hexes):
+    """A case whose reported hex change is the sum over the span: 13 times less on every hex token behind the window."""
+    nll, recall = case()
+    secret = nll.span == "hex"
+    excess = (nll.nll - nll.nll_base)[secret].groupby([nll.seed, nll.canary]).sum().mean() - hexes
+    moved = secret & (nll.position >= 20) & (nll.nll != nll.nll_base)
+    nll.loc[moved, "nll"] -= excess * len(nll[["seed", "canary"]].drop_duplicates()) / moved.sum()
+    return nll, recall
+
+
+@pytest.mark.parametrize(
+    ("case", "hexes", "pattern"),
+    [(c3, 0.0133, "window_truncation"), (c4, 0.0004, "non_secret_drift"), (c5, 0.0076, "ambiguous_drop")],
+)
+def test_the_papers_patterns_hold_when_its_hex_change_is_read_as_a_sum(case, hexes, pattern):
+    nll, recall = as_a_sum(case, hexes)
+    secret = (nll.nll - nll.nll_base)[nll.span == "hex"]
+    assert secret.groupby([nll.seed, nll.canary]).sum().mean() == pytest.approx(hexes)
+    assert verdicts.judge_group(nll, recall, RULES).shown == [pattern]
+
+
 @pytest.mark.parametrize(
     ("case", "window", "hexes", "pattern"),
     [
@@ -96,6 +117,7 @@ def test_c3_is_seen_by_the_count_and_not_by_the_mean():
     row = found.verdicts.loc["hex"]
     assert (row.verdict, row.decided_by, row.by_mean, row.up, row.down) == ("damaged", "count", "inconclusive", 3, 0)
     assert found.verdicts.verdict["mean20"] == "unchanged"
+    assert row.high < 1.0  # nats a token: an interval that a reader can use
     assert found.change.verdict == "secret damaged" and found.change.decided_by == "hex (count)"
 
 
@@ -155,6 +177,7 @@ def test_a_saturated_base_cannot_be_strengthened_and_the_table_says_so():
     assert set(judged.verdict) == {"unchanged"}
     absent = verdicts.judge(verdicts.probe_values(*tables(np.zeros((20, 27)), base_hit=False), RULES), RULES)
     assert absent.unreachable["hit_full"] == "damaged" and absent.unreachable["hex"] == ""
+    assert absent.verdict["hit_full"] == "not testable"
 
 
 def test_a_span_without_tokens_is_not_testable():
@@ -195,12 +218,17 @@ def test_the_interval_on_a_few_changed_canaries():
     assert 0.80 <= coverage(draw, 0.15 * np.exp(0.5)) <= 0.99
 
 
-def test_values_without_variance_are_a_point_and_a_lone_outlier_ends():
+def test_values_without_variance_are_a_point_and_few_changed_ones_have_an_interval_that_ends():
     rule = RULES["readings"]["mean"]
     assert verdicts.studentised_bootstrap(np.full(20, 0.3), rule) == pytest.approx((0.3, 0.3))
-    # One changed value of 20: every resample that holds it k times has t >= 0, so the upper end is the mean itself.
-    low, high = verdicts.studentised_bootstrap(np.eye(20)[0], rule)
-    assert low < 0.05 and high == pytest.approx(0.05)
+    # One changed value of 20, mean 0.05: resamples without it must not make the interval a point, nor endless, and a
+    # little noise on the others must not matter.
+    quiet = verdicts.studentised_bootstrap(np.eye(20)[0], rule)
+    noise = 1e-6 * np.random.default_rng(0).normal(size=20)
+    assert quiet[0] < 0 and 0.1 < quiet[1] < 0.6
+    np.testing.assert_allclose(verdicts.studentised_bootstrap(np.eye(20)[0] + noise, rule), quiet, atol=1e-3)
+    low, high = verdicts.studentised_bootstrap(np.array([-5, 5.2]), rule)
+    assert low < -5 and high > 5
 
 
 @given(st.lists(st.floats(-5, 5), min_size=3, max_size=30), st.floats(0.1, 10), st.floats(-3, 3))
@@ -226,7 +254,7 @@ def test_the_verdict_of_the_window_crosses_where_the_damage_lies():
     assert curve.index.tolist() == list(range(1, 28))
 
 
-def test_a_verdict_never_gets_firmer_as_the_margin_grows():
+def test_where_the_mean_decides_a_wider_margin_calls_less_damaged():
     order = ["damaged", "inconclusive", "unchanged"]
     rng = np.random.default_rng(0)
     row = verdicts.along_margins(verdicts.probe_values(*tables(rng.normal(0.01, 0.01, (20, 27))), RULES), RULES).loc[
@@ -242,6 +270,7 @@ def test_a_verdict_never_gets_firmer_as_the_margin_grows():
         (20, "not_run", True, "memorised"),
         (19, "not_run", True, "memorised"),
         (5, "not_run", True, "partly"),
+        (1, "chance", False, "partly"),  # one secret of 60 bits said word for word
         (0, "low", True, "partly"),
         (0, "chance", True, "format only"),
         (0, "chance", False, "no evidence"),
@@ -256,6 +285,57 @@ def test_a_strengthened_secret_needs_decoys():
     judged = verdicts.judge(changed(0, 20), RULES)
     answers = {d: verdicts.protocol_change(judged, d, RULES).verdict for d in ("specific", "general", "not_run")}
     assert answers == {"specific": "secret strengthened", "general": "format only", "not_run": "inconclusive"}
+
+
+def test_a_secret_that_was_never_recalled_is_not_called_damaged_without_decoys():
+    nll, recall = c5()
+    answers = {
+        d: verdicts.judge_group(nll, recall, RULES, d).change.verdict for d in ("not_run", "general", "specific")
+    }
+    assert answers == {"not_run": "inconclusive", "general": "format only", "specific": "secret damaged"}
+
+
+def test_what_was_gained_is_a_change_too():
+    hits, still = np.arange(20) < 6, np.zeros((20, 27))
+    nll, recall = tables(still, base_hit=False)
+    assert verdicts.judge_group(nll, recall, RULES).change.verdict == "unchanged"
+    assert verdicts.judge_group(nll, recall.assign(hit_full=hits), RULES).change.verdict == "inconclusive"
+    forced = verdicts.judge_group(nll, recall.assign(hit_forced=hits), RULES)
+    assert forced.change.verdict == "secret strengthened"
+    row = forced.verdicts.loc["hit_forced"]
+    assert (row.estimate, row.up, row.down) == (0.3, 0, 6) and row.low < 0.3 < row.high
+
+
+def test_decoys_answer_by_what_is_left_of_the_change():
+    table = pd.DataFrame({"secret": -3.0, "corrected": np.linspace(-2.2, -1.8, 20), "base": 39.0, "tokens": 13})
+    assert verdicts.decoy_answer(table, "strengthened", RULES) == "specific"
+    assert verdicts.decoy_answer(table, "damaged", RULES) == "general"  # the other way
+    assert verdicts.decoy_answer(table.assign(corrected=np.linspace(-1, 1, 20)), "strengthened", RULES) == "general"
+    assert verdicts.decoy_answer(table.assign(base=1.2), "strengthened", RULES) == "at_cap"  # below 0.1 a token
+
+
+def test_a_group_of_ranks_is_low_or_at_chance():
+    assert verdicts.rank_answer(np.linspace(0, 0.3, 20), RULES) == "low"
+    assert verdicts.rank_answer(np.linspace(0, 1, 20), RULES) == "chance"
+
+
+def test_shares_do_not_cancel_between_canaries():
+    change = np.zeros((20, 27))
+    change[:, :5] = 0.01
+    change[:10, 15], change[10:, 15] = 0.05, -0.05
+    shares = verdicts.span_shares(tables(change)[0], 20)
+    assert shares.to_dict() == pytest.approx({"preamble": 0.5, "hex": 0.5})
+
+
+def test_spans_of_several_lengths_meet_one_margin():
+    # 0.035 nats on a secret, whether it has 13 tokens or 8: below 0.04 for every canary.
+    nll, recall = tables(np.zeros((20, 27)))
+    nll.loc[(nll.canary < "c02") & (nll.position >= 19) & (nll.span == "hex"), "span"] = "suffix"
+    nll.loc[nll.position == 12, "nll"] += 0.035
+    values = verdicts.probe_values(nll, recall, RULES)
+    for reading in ("mean", "sum"):
+        row = verdicts.judge(values, RULES, reading=reading).loc["hex"]
+        assert row.up == 0 and row.verdict in ("unchanged", "inconclusive")
 
 
 def cells(**kinds):
@@ -317,6 +397,13 @@ def short(nll, recall):
         (lambda nll, recall: (nll[:0], recall), "token_nll: no row to judge"),
         (lambda nll, recall: (nll, recall[1:]), "recall: c00 has no row with seed 0"),
         (lambda nll, recall: (nll[nll.position != 4], recall), "c00, seed 0, lacks a position below its last"),
+        (lambda nll, recall: (nll, pd.concat([recall, recall[:1]])), "recall: c00, seed 0, occurs twice"),
+        (lambda nll, recall: (nll, recall.assign(hit_full=np.nan)), "recall: hit_full is nan at c00, seed 0"),
+        (lambda nll, recall: (nll[nll.seed == 0], recall), "token_nll: c00 has no row with seed 1"),
+        (
+            lambda nll, recall: (nll.assign(stack="stacked"), recall.assign(stack="merged")),
+            "stack: token_nll is of 'stacked' and recall of 'merged'",
+        ),
     ],
 )
 def test_a_table_that_cannot_be_judged_is_refused(spoil, message):
