@@ -4,6 +4,7 @@
     snakemake --profile params/profiles/slurm --config scale=paper
 """
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -15,9 +16,9 @@ grid = str(Path(config["grid"]).resolve()) if "grid" in config else None
 settings = load_scale(scale)
 cells = load_sweep(settings, grid)
 folder = paths.sweep(scale, grid)
-options = f"--scale {scale}" + (f" --grid {grid}" if grid else "")
+options = f"--scale {scale}" + (f" --grid {shlex.quote(grid)}" if grid else "")
 noise = [cell.id for cell in cells.cells if cell.kind == "noise"]
-python = f"{sys.executable} -m lib"
+python = f"{shlex.quote(sys.executable)} -m lib"
 BASE = paths.local(scale) / "testbed" / "result.json"
 
 
@@ -33,7 +34,7 @@ def needed(wildcards):
 
 
 def draws_of(cell):
-    return folder / "noise" / cell / f"draw-{cells.noise_draws - 1:02d}" / "result.json"
+    return [folder / "noise" / cell / f"draw-{n:02d}" / "result.json" for n in range(cells.noise_draws)]
 
 
 wildcard_constraints:
@@ -75,7 +76,7 @@ rule noise:
     input:
         lambda wildcards: [ancient(path) for path in runs_of(cells.cell(wildcards.cell).like)],
     output:
-        folder / "noise" / "{cell}" / f"draw-{cells.noise_draws - 1:02d}" / "result.json",
+        draws_of("{cell}"),
     threads: settings.threads
     shell:
         f"{python} noise {options}" + " --cell {wildcards.cell}"
@@ -84,7 +85,7 @@ rule noise:
 rule tables:
     input:
         runs_of(*(cell.id for cell in cells.cells)),
-        [draws_of(cell) for cell in noise if cells.noise_draws],
+        [path for cell in noise for path in draws_of(cell)],
     output:
         folder / "result.json",
     shell:

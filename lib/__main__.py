@@ -179,7 +179,10 @@ def sweep(scale: str, jobs: int, cells: str, grid: str | None) -> None:
         click.echo(f"{failure.run} failed: {failure.reason}\n    log: {paths.show(failure.log)}", err=True)
     if failures:
         raise click.ClickException(f"{len(failures)} runs failed; the others are kept. Run again to try them again.")
-    click.echo(f"complete: {paths.show(paths.sweep(scale, grid))}")
+    if cells:
+        click.echo(f"{cells}: done. The tables are written when every cell is there.")
+    else:
+        click.echo(f"complete: {paths.show(paths.sweep(scale, grid))}")
 
 
 @main.command()
@@ -212,10 +215,11 @@ def reference(scale: str) -> None:
 @SCALE
 def land(scale: str) -> None:
     """Copy this machine's finished runs of the sweep, whole ones only, to where they are committed from."""
-    from lib.results import read_result
+    from lib import collection, sweep
 
-    source, target = paths.local(scale) / "sweep" / "runs", paths.reference(scale) / "sweep" / "runs"
-    finished = [result for folder in sorted(source.glob("*")) if (result := read_result(folder)) is not None]
+    settings, target = config.load_scale(scale), paths.reference(scale) / "sweep" / "runs"
+    runs = collection.all_runs(settings, config.load_sweep(settings))
+    finished = [result for run in runs if (result := sweep.finished(run)) is not None]
     for result in finished:
         _copy_result(result, target / result.folder.name)
     click.echo(f"{len(finished)} runs in {paths.show(target)}")

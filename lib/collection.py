@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -11,6 +12,7 @@ from lib.config import CellRun, Scale, Sweep
 from lib.results import Result, ResultError, differences, provenance, read_result, write_result
 from lib.sweep import PROTOCOL, STACKS
 
+SAME_BASE = 1e-4  # nats: what two evaluations of one model may differ by, on several machines
 DELTAS = ["d_nll_mean20", "d_nll_hex", "d_nll_preamble", "d_nll_suffix"]
 
 
@@ -26,7 +28,7 @@ def collect(wanted: list[CellRun]) -> Result:
     one below the other; ``noise.csv`` has the further draws of the noise cells.
 
     Raises:
-        ResultError: a run, or further draws of a noise cell, are missing.
+        ResultError: a run, or further draws of a noise cell, are missing, or runs on one base started from two.
     """
     first = wanted[0]
     model = models.identity(first.scale.backbone, first.scale.revision)
@@ -40,20 +42,49 @@ def collect(wanted: list[CellRun]) -> Result:
     tables = {"cells.csv": pd.concat([pd.DataFrame(r.values["rows"]) for r in found.values()], ignore_index=True)}
     for name in ("token_nll.parquet", "recall.parquet"):
         tables[name] = pd.concat([result.table(name) for result in found.values()], ignore_index=True)
-    if draws:
+    _refuse_two_injections(tables["token_nll.parquet"], {run.cell.id: run.cell.base for run in wanted})
+    if draws and first.sweep.noise_draws:
         tables["noise.csv"] = pd.concat(list(draws.values()), ignore_index=True)
-    folder = paths.sweep(first.scale.name, first.grid)
+    folder, inputs = paths.sweep(first.scale.name, first.grid), _inputs(first, model)
+    _keep_tables_of_another_grid(folder, inputs)
     (folder / "result.json").unlink(missing_ok=True)  # none of the two, old or new, until all tables are there
-    return write_result(folder, _inputs(first, model), _summary(tables), _provenance(first, found), _writers(tables))
+    return write_result(folder, inputs, _summary(tables), _provenance(first, found), _writers(tables))
+
+
+def _refuse_two_injections(nll: pd.DataFrame, bases: dict[str, str]) -> None:
+    """Runs on one base must have found the same NLLs before: an injection trained anew elsewhere is another model."""
+    before = nll.assign(base=nll.cell.map(bases)).groupby(["base", "canary", "position"]).nll_base.agg(["min", "max"])
+    apart = (before["max"] - before["min"]).groupby("base").max()
+    if apart.max() > SAME_BASE:
+        base = apart.idxmax()
+        raise ResultError(
+            f"the runs on base {base!r} did not start from one model: before the tuning their NLLs differ by up to "
+            f"{apart.max():.2g} nats a token. They were made on several injections; move the older ones aside."
+        )
+
+
+def _keep_tables_of_another_grid(folder: Path, inputs: dict[str, Any]) -> None:
+    """Move earlier tables of other cells or settings into a folder of their own, named by their hash."""
+    path = folder / "result.json"
+    if not path.exists():
+        return
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    if earlier["inputs"] != inputs:
+        kept = folder / f"tables-{earlier['hash'][:8]}"
+        kept.mkdir(exist_ok=True)
+        for name in ["result.json", *earlier["files"]]:
+            if (folder / name).exists():
+                (folder / name).replace(kept / name)
 
 
 def _inputs(run: CellRun, model: str) -> dict[str, Any]:
-    inputs = {"study": "sweep", "protocol": {"cell": PROTOCOL, "testbed": runs.PROTOCOL["testbed"]}, "model": model}
-    return inputs | _grid(run.scale, run.sweep)
+    return {"study": "sweep", "model": model} | _grid(run.scale, run.sweep)
 
 
 def _grid(scale: Scale, cells: Sweep) -> dict[str, Any]:
-    return json.loads(json.dumps({"scale": runs.scale_inputs(scale), "sweep": dataclasses.asdict(cells)}))
+    protocol = {"cell": PROTOCOL, "testbed": runs.PROTOCOL["testbed"]}
+    values = {"protocol": protocol, "scale": runs.scale_inputs(scale), "sweep": dataclasses.asdict(cells)}
+    return json.loads(json.dumps(values))
 
 
 def _summary(tables: dict[str, pd.DataFrame]) -> dict[str, Any]:

@@ -287,6 +287,8 @@ class Sweep:
 
 
 CELL_ID = re.compile(r"[a-z][a-z0-9-]*")
+BENIGN_SOURCES = ("GUI", "SYNTH", "SAFETY", "RANDOM")
+NOISE_KINDS = ("gaussian", "spectral")
 
 
 def load_sweep(scale: Scale, grid: Path | str | None = None) -> Sweep:
@@ -305,6 +307,12 @@ def load_sweep(scale: Scale, grid: Path | str | None = None) -> Sweep:
             f"grid: {path} cannot be read ({reason}); expected a YAML file like params/cells.yaml."
         ) from error
     sweep = build(Sweep, values, path.name)
+    if not sweep.cells or not sweep.seeds or len(set(sweep.seeds)) < len(sweep.seeds):
+        raise ConfigError(
+            f"{path.name}: got {len(sweep.cells)} cells and seeds {sweep.seeds}, expected some, seeds once."
+        )
+    cells = tuple(_with_own_file(cell, path.parent) for cell in sweep.cells)
+    sweep = dataclasses.replace(sweep, cells=cells)
     bases = ["full", *(f"stop-{n}" for n in range(1, len(scale.injection.stop_steps) + 1))]
     ids: set[str] = set()
     for cell in sweep.cells:
@@ -320,7 +328,18 @@ def load_sweep(scale: Scale, grid: Path | str | None = None) -> Sweep:
     return sweep
 
 
+def _with_own_file(cell: Cell, folder: Path) -> Cell:
+    """The cell with the path of a user's own benign file taken from the folder of the grid."""
+    if cell.source.endswith(".jsonl"):
+        return dataclasses.replace(cell, source=str((folder / cell.source).resolve()))
+    return cell
+
+
 def _check_cell(sweep: Sweep, cell: Cell, where: str) -> None:
+    known = NOISE_KINDS if cell.kind == "noise" else BENIGN_SOURCES
+    if cell.source not in known and (cell.kind == "noise" or not cell.source.endswith(".jsonl")):
+        own = "" if cell.kind == "noise" else ", or a file that ends in .jsonl"
+        raise ConfigError(f"{where}.source: got {cell.source!r}, expected one of {', '.join(known)}{own}.")
     trained = {"learning_rate": cell.learning_rate, "steps": cell.steps}
     if cell.kind != "noise":
         for name, value in trained.items():

@@ -83,7 +83,10 @@ def locked(target: Path) -> Iterator[None]:
         logging.getLogger(__name__).warning("another process is working on %s; waiting for it to end", target)
         lock.acquire()
     try:
-        _remove_leftovers(target, older_than=-1.0)  # whoever made them held this lock
+        _remove_leftovers(target, older_than=-1.0)  # whoever made them, beside the target or in it, held this lock
+        for unfinished in target.glob(".*-????????"):
+            if unfinished.is_dir():
+                shutil.rmtree(unfinished, ignore_errors=True)
         yield
     finally:
         lock.release()

@@ -103,7 +103,7 @@ def run_sweep(
         config.ConfigError: scale, grid or cell are unknown.
         results.ResultError: a result that is there is damaged, or was made with other parameters.
     """
-    from lib import collection, models, sweep  # torch is not loaded to start a single run
+    from lib import collection, models, sweep
 
     settings = config.load_scale(scale)
     grid = None if grid is None else str(Path(grid).resolve())
@@ -129,10 +129,32 @@ def run_sweep(
         phases.append(
             [run_task(run) for run in runs if run.cell.kind == "noise"] + list(map(draws_task, noise.values()))
         )
+        _refuse_unusable([task for phase in phases for task in phase], folder)
         failures = _run_all(phases, jobs, folder / "logs")
         if not failures and not only:
             collection.collect(runs)
     return failures
+
+
+def _refuse_unusable(tasks: list[Task], folder: Path) -> None:
+    """Refuse a sweep in whose folder lie results that cannot be used, before anything runs.
+
+    Raises:
+        results.ResultError: with the first reason, the number of them, and what moves them all aside.
+    """
+    from lib.results import ResultError, set_aside_command
+
+    refused = []
+    for task in tasks:
+        try:
+            task.is_done()
+        except ResultError as error:
+            refused.append(str(error))
+    if refused:
+        raise ResultError(
+            f"{refused[0]} {len(refused)} of {len(tasks)} results of this sweep cannot be used; to start afresh, move "
+            f"all of it aside with `{set_aside_command(folder)}`."
+        )
 
 
 def _command(scale: str, cell: str, seed: int, grid: str | None) -> list[str]:
@@ -156,17 +178,28 @@ def _run_all(phases: list[list[Task]], jobs: int, logs: Path) -> list[Failure]:
     with tqdm(total=total, initial=done, desc="sweep", unit="run", smoothing=0.1) as bar:
         for phase in missing:
             with ThreadPoolExecutor(max_workers=jobs) as pool:
-                for finished in as_completed([pool.submit(_run_one, task, logs) for task in phase]):
-                    failure = finished.result()
-                    if failure is not None:
-                        failures.append(failure)
-                        bar.write(f"failed: {failure.run}: {failure.reason}", file=sys.stderr)
-                    bar.update()
+                try:
+                    for finished in as_completed([pool.submit(_run_one, task, logs) for task in phase]):
+                        failure = finished.result()
+                        if failure is not None:
+                            failures.append(failure)
+                            bar.write(f"failed: {failure.run}: {failure.reason}", file=sys.stderr)
+                        bar.update()
+                except BaseException:  # Ctrl-C: what runs got it, too; what waits is not started
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
     return failures
 
 
 def _run_one(task: Task, logs: Path) -> Failure | None:
     log = logs / f"{task.name}.log"
+    try:
+        return _run_and_check(task, log)
+    except (LeakbookError, OSError) as error:  # its result cannot be used, or the log cannot be written
+        return Failure(task.name, log, str(error))
+
+
+def _run_and_check(task: Task, log: Path) -> Failure | None:
     for attempt in (1, 2):
         with open(log, "w" if attempt == 1 else "a", encoding="utf-8") as stream:
             environment = os.environ | {"TQDM_DISABLE": "1"}
@@ -178,6 +211,8 @@ def _run_one(task: Task, logs: Path) -> Failure | None:
             break
     if code == 0 and task.is_done():
         return None
+    if code < 0:
+        return Failure(task.name, log, f"killed by signal {-code}")
     lines = [line for line in text.splitlines() if line.strip()]
     reason = next((line for line in lines if line.startswith("error:")), lines[-1] if lines else f"exit status {code}")
     return Failure(task.name, log, reason)

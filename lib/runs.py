@@ -52,7 +52,7 @@ def testbed(params: Testbed) -> Result:
             found = None
     if found is not None:
         return found
-    with locked(local.with_name(f"{local.name}-run")):  # a second run on the same folder waits, then finds it done
+    with locked(local):  # a second run on the same folder waits, then finds it done
         return reusable(local, inputs) or _compute_testbed(params, given, inputs, local)
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from lib import benign, canaries, models, paths, probes, runs, training
-from lib.adapters import NOISE, merge, noise_like, stack
+from lib.adapters import merge, noise_like, stack
 from lib.config import Cell, CellRun, LoraSettings, Scale, Sweep
 from lib.encoding import Encoded, Encoder, content_hash
 from lib.files import locked
@@ -46,7 +46,7 @@ def cell(run: CellRun) -> Result:
         found = found if found is not None and found.content["hash"] == inputs_hash(inputs) else None
     if found is not None:
         return found
-    with locked(local.with_name(f"{local.name}-run")):
+    with locked(local):
         return reusable(local, inputs) or _compute(run, inputs, local)
 
 
@@ -72,9 +72,11 @@ def cell_inputs(run: CellRun, model: str | None = None) -> dict[str, Any]:
         "like": like,
         "seed": run.seed,
     }
-    own = {run.cell.source, "" if like is None else like["source"]} - {*benign.SOURCES, *NOISE, ""}
-    if own:
-        inputs["data"] = {source: benign.checksum(Path(source)) for source in own}
+    for part in filter(None, (inputs["cell"], like)):
+        if part["source"].endswith(".jsonl"):  # of a user's own file, the content is what counts
+            source = Path(part["source"])
+            inputs["data"] = benign.checksum(source)
+            part["source"] = source.name
     return json.loads(json.dumps(inputs))
 
 
@@ -82,19 +84,25 @@ def _compute(run: CellRun, inputs: dict, folder: Path) -> Result:
     started, scale = time.perf_counter(), run.scale
     with training.threads(scale.threads):
         encoder, rows = runs.load_testbed(scale)
+        _screened(run, encoder, rows)
         canary_adapters = runs.inject(scale, encoder, rows)
         base = Encoder(merge(encoder.backbone, base_adapter(canary_adapters, scale, run.cell.base)))
         loaded = time.perf_counter()
-        adapter, log = cell_adapter(run, base, rows)
-        fitted = time.perf_counter()
         before = base_evaluation(run, base, rows)
+        evaluated_base = time.perf_counter()
+        adapter, log, precision = cell_adapter(run, base, rows)
+        fitted = time.perf_counter()
         after = {
             how: runs.evaluate_model(place(base.backbone, adapter), base, rows, scale.evaluation_batch)
             for how, place in (("stacked", stack), ("merged", merge))
         }
     evaluated = time.perf_counter()
     nll, recall = slices(run, before, after)
-    seconds = {"loading": loaded - started, "training": fitted - loaded, "evaluation": evaluated - fitted}
+    seconds = {
+        "loading": loaded - started,
+        "training": fitted - evaluated_base,
+        "evaluation": evaluated - fitted + evaluated_base - loaded,
+    }
     results = {
         "rows": summary(run.cell, run.seed, nll, recall).to_dict("records"),
         "last_loss": None if log is None else round(float(log.loss.iloc[-1]), 6),
@@ -103,8 +111,9 @@ def _compute(run: CellRun, inputs: dict, folder: Path) -> Result:
         str(training.accelerator().device),
         scale.threads,
         evaluated - started,
-        training_precision=training.resolve_precision(run.sweep.training.precision),
+        training_precision=precision,
         evaluation_dtype="float32",
+        base=base.backbone.revision,
         seconds_of={name: round(value, 1) for name, value in seconds.items()},
     )
     tables: dict[str, Callable] = {
@@ -123,27 +132,35 @@ def base_adapter(adapters: training.TrainedAdapters, scale: Scale, base: str) ->
     return adapters.adapter(scale.injection.stop_steps[int(base.removeprefix("stop-")) - 1])
 
 
-def cell_adapter(run: CellRun, base: Encoder, rows: list[Encoded]) -> tuple[Path, pd.DataFrame | None]:
-    """The cell's adapter on its base, and its training log: trained on benign data, or noise of that size."""
+def cell_adapter(run: CellRun, base: Encoder, rows: list[Encoded]) -> tuple[Path, pd.DataFrame | None, str]:
+    """The cell's adapter on its base, trained or noise of that size, with the training's log and precision."""
     if run.cell.kind != "noise":
         trained = fine_tuned(run.scale, run.sweep, run.cell, run.seed, base, rows)
-        return trained.adapter(), trained.log
+        return trained.adapter(), trained.log, trained.precision
     like = fine_tuned(run.scale, run.sweep, run.sweep.cell(run.cell.like), run.seed, base, rows)
     folder = like.folder / f"noise-{run.cell.source}-{run.seed}"
-    return noise_like(like.adapter(), run.cell.source, run.seed, folder), None
+    return noise_like(like.adapter(), run.cell.source, run.seed, folder), None, like.precision
+
+
+def _screened(run: CellRun, encoder: Encoder, rows: list[Encoded]) -> list[canaries.Record]:
+    """The cell's benign records, or those of the cell that its noise is like, screened against all canaries."""
+    cell = run.cell if run.cell.like is None else run.sweep.cell(run.cell.like)
+    records = _records(run.sweep, cell, run.seed, encoder)
+    benign.screen_against(records, [row.canary for row in rows])
+    return records
+
+
+def _records(sweep: Sweep, cell: Cell, seed: int, encoder: Encoder) -> list[canaries.Record]:
+    if cell.source in benign.SOURCES:
+        return benign.generate(cell.source, sweep.training.records, seed, encoder.backbone.takes_images)
+    return benign.read(Path(cell.source))
 
 
 def fine_tuned(
     scale: Scale, sweep: Sweep, cell: Cell, seed: int, base: Encoder, rows: list[Encoded]
 ) -> training.TrainedAdapters:
     """A cell's benign adapter, trained or taken from ``outputs/local``; its data is screened against ``rows`` first."""
-    common = sweep.training
-    takes_images = base.backbone.takes_images
-    records = (
-        benign.generate(cell.source, common.records, seed, takes_images)
-        if cell.source in benign.SOURCES
-        else benign.read(Path(cell.source))
-    )
+    common, records = sweep.training, _records(sweep, cell, seed, base)
     benign.screen_against(records, [row.canary for row in rows])
     settings = LoraSettings(
         rank=common.rank,
@@ -166,13 +183,19 @@ def base_evaluation(run: CellRun, base: Encoder, rows: list[Encoded]) -> tuple[p
     with locked(folder):
         found = reusable(folder, inputs)
         if found is None:
+            started = time.perf_counter()
             evaluation = runs.evaluate_model(base.backbone, base, rows, run.scale.evaluation_batch)
             tables = {
                 "token_nll.parquet": lambda path: evaluation.scores.table().to_parquet(path, index=False),
                 "recall.parquet": lambda path: evaluation.recall.table(rows).to_parquet(path, index=False),
             }
-            found = write_result(folder, inputs, {}, {}, tables)
+            found = write_result(folder, inputs, {}, _provenance(run, started), tables)
     return found.table("token_nll.parquet"), found.table("recall.parquet")
+
+
+def _provenance(run: CellRun, started: float) -> dict[str, Any]:
+    seconds = time.perf_counter() - started
+    return provenance(str(training.accelerator().device), run.scale.threads, seconds, evaluation_dtype="float32")
 
 
 def slices(
@@ -209,7 +232,7 @@ def summary(cell: Cell, seed: int, nll: pd.DataFrame, recall: pd.DataFrame) -> p
         }
         hits = recall[(recall["modality"] == modality) & (recall["stack"] == how)]
         shares = {name: hits[name].mean() for hit in HITS for name in (f"{hit}_base", hit)}
-        values = (cell.id, cell.kind, cell.source, cell.base, cell.learning_rate, cell.steps, seed)
+        values = (cell.id, cell.kind, Path(cell.source).name, cell.base, cell.learning_rate, cell.steps, seed)
         labels = dict(zip(KEYS, (*values, modality, how, dtype, merge_dtype), strict=True))
         rows.append(labels | {name: round(float(value), 8) for name, value in (means | shares).items()})
     return pd.DataFrame(rows)
@@ -224,8 +247,9 @@ def noise_draws(run: CellRun) -> pd.DataFrame:
     """Further draws of a noise cell, stacked, on text canaries: the null that a trained cell is held against.
 
     Rows are those of ``cells.csv``, ``seed`` being the draw's number, and ``like_seed``, the seed of the matched
-    adapter (all in turn), and ``d_nll_benign``, the mean change on benign records that nobody was trained on. A draw
-    that lies in ``outputs/local`` already is taken from there.
+    adapter (all in turn), ``d_nll_benign``, the mean change in nats a token on benign records of the matched adapter's
+    source that no seed trained on, and ``d_nll_benign_like``, the matched adapter's own change there. A draw that lies
+    in ``outputs/local`` already is taken from there.
     """
     with locked(_draw_folder(run)), training.threads(run.scale.threads):
         found = _draws(run)
@@ -270,23 +294,41 @@ def _draw_noise(run: CellRun, found: dict[int, Result | None]) -> dict[int, Resu
     base = Encoder(merge(encoder.backbone, base_adapter(runs.inject(scale, encoder, rows), scale, cell.base)))
     before = base_evaluation(run, base, rows)
     text = [row for row in rows if row.canary.modality == "text"]
-    unseen = base.encode(_unseen(run.sweep.cell(cell.like).source, base.backbone.takes_images))
-    benign_before = np.nanmean(probes.token_nll(base.backbone.model, base, unseen, scale.evaluation_batch).nll)
+    matched = run.sweep.cell(cell.like)
+    unseen = base.encode(_unseen(run.sweep, matched, base))
+
+    def benign_nll(model) -> float:
+        return float(np.nanmean(probes.token_nll(model, base, unseen, scale.evaluation_batch).nll))
+
+    benign_before, benign_like = benign_nll(base.backbone.model), {}
     for draw in tqdm([n for n, result in found.items() if result is None], desc=cell.id, unit="draw"):
-        inputs = _draw_inputs(run, draw)
-        like = fine_tuned(scale, run.sweep, run.sweep.cell(cell.like), inputs["seed"], base, rows)
+        started, inputs = time.perf_counter(), _draw_inputs(run, draw)
+        like_seed = inputs["seed"]
+        like = fine_tuned(scale, run.sweep, matched, like_seed, base, rows)
+        if like_seed not in benign_like:
+            benign_like[like_seed] = benign_nll(stack(base.backbone, like.adapter()).model) - benign_before
         noise = noise_like(like.adapter(), cell.source, 1000 + draw, folder / "adapter")
         noisy = stack(base.backbone, noise)
         evaluation = runs.evaluate_model(noisy, base, text, scale.evaluation_batch)
-        after = np.nanmean(probes.token_nll(noisy.model, base, unseen, scale.evaluation_batch).nll)
         (row,) = summary(cell, draw, *slices(run, before, {"stacked": evaluation})).to_dict("records")
-        row |= {"like_seed": inputs["seed"], "d_nll_benign": round(float(after - benign_before), 8)}
-        found[draw] = write_result(folder / f"draw-{draw:02d}", inputs, {"rows": [row]}, {}, {})
+        row |= {
+            "like_seed": like_seed,
+            "d_nll_benign": round(benign_nll(noisy.model) - benign_before, 8),
+            "d_nll_benign_like": round(benign_like[like_seed], 8),
+        }
+        record = _provenance(run, started) | {"base": base.backbone.revision}
+        found[draw] = write_result(folder / f"draw-{draw:02d}", inputs, {"rows": [row]}, record, {})
     return found
 
 
-def _unseen(source: str, images: bool) -> list[canaries.Record]:
-    """Forty benign records that no adapter was trained on; of a user's own file, which is all there is, the first."""
-    if source in benign.SOURCES:
-        return benign.generate(source, 40, seed=2**31, images=images)
-    return benign.read(Path(source))[:40]
+def _unseen(sweep: Sweep, cell: Cell, base: Encoder) -> list[canaries.Record]:
+    """Up to forty benign records that no seed of the cell trained on; a user's own file has no others, so its first.
+
+    SAFETY has 280 texts in all, most of which occur in the data of three seeds: there are fewer.
+    """
+    if cell.source not in benign.SOURCES:
+        return benign.read(Path(cell.source))[:40]
+    seen = {(r.prompt, r.target) for seed in sweep.seeds for r in _records(sweep, cell, seed, base)}
+    fresh = benign.generate(cell.source, 2000, seed=2**31, images=base.backbone.takes_images)
+    distinct = {(record.prompt, record.target): record for record in fresh}
+    return [record for key, record in distinct.items() if key not in seen][:40]

@@ -6,7 +6,7 @@ import types
 import pytest
 import yaml
 
-from lib import config, paths, rules
+from lib import adapters, benign, config, paths, rules
 from lib.config import ConfigError
 
 
@@ -135,6 +135,14 @@ def test_the_sweep_has_the_papers_shape():
         ("like: safety-stop2", "like: safety-stop1", "expected a trained cell on the base 'stop-2'"),
         ("steps: null, like: safety-stop2", "steps: 5, like: safety-stop2", "steps: got 5, expected null, since noise"),
         ("kind: long", "kind: longer", "got 'longer' .str., expected one of 'full', 'undertrained', 'long', 'noise'"),
+        (
+            "source: SYNTH",
+            "source: SYNTHH",
+            "source: got 'SYNTHH', expected one of GUI, .* or a file that ends in .jsonl",
+        ),
+        ("source: spectral", "source: GUI", "source: got 'GUI', expected one of gaussian, spectral"),
+        ("seeds: [0, 1, 2]", "seeds: [0, 1, 1]", r"got 34 cells and seeds \(0, 1, 1\), expected some, seeds once"),
+        ("seeds: [0, 1, 2]", "seeds: [0, 1, 2", "grid: .*cells.yaml cannot be read .*expected a YAML file like"),
         ("seeds: [0, 1, 2]", "seeds: [0, 1, two]", "got 'two' .str., expected an integer"),
     ],
 )
@@ -144,6 +152,19 @@ def test_a_cell_that_cannot_be_run_is_refused(tmp_path, old, new, message):
     (tmp_path / "cells.yaml").write_text(text.replace(old, new, 1))
     with pytest.raises(ConfigError, match=message):
         config.load_sweep(config.load_scale("laptop"), tmp_path / "cells.yaml")
+
+
+def test_a_grid_that_does_not_exist_is_refused_and_its_own_files_lie_beside_it(tmp_path):
+    laptop = config.load_scale("laptop")
+    with pytest.raises(ConfigError, match="grid: .*none.yaml cannot be read"):
+        config.load_sweep(laptop, str(tmp_path / "none.yaml"))
+    text = (paths.PARAMS / "cells.yaml").read_text().replace("source: SYNTH", "source: mine.jsonl", 1)
+    (tmp_path / "own.yaml").write_text(text)
+    assert config.load_sweep(laptop, tmp_path / "own.yaml").cells[4].source == str(tmp_path / "mine.jsonl")
+
+
+def test_the_grids_sources_are_those_that_exist():
+    assert tuple(benign.SOURCES) == config.BENIGN_SOURCES and tuple(adapters.NOISE) == config.NOISE_KINDS
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -44,6 +45,7 @@ def elsewhere(smoke, tmp_path):
     """Environment of processes with an outputs folder of their own, in which the testbed is done."""
     copy = tmp_path / "outputs" / "local" / "smoke"
     shutil.copytree(smoke.folder, copy / "testbed")
+    shutil.copytree(paths.sweep("smoke") / "bases", copy / "sweep" / "bases")
     adapters = paths.local("smoke") / "adapters"
     shutil.copytree(
         adapters / smoke.content["provenance"]["adapters"], copy / "adapters" / smoke.content["provenance"]["adapters"]
@@ -71,20 +73,52 @@ def test_a_sweep_writes_its_tables_and_runs_only_what_is_missing(undisturbed, gr
     assert runner.run_sweep("smoke", 1, grid=grid) == []
 
 
-def test_a_sweep_killed_half_way_and_started_twice_ends_with_the_same_tables(undisturbed, smoke, grid, tmp_path):
+def test_a_sweep_survives_a_killed_kernel_its_own_death_and_a_second_sweep(undisturbed, smoke, grid, tmp_path):
     environment, folder = elsewhere(smoke, tmp_path)
     command = [sys.executable, "-m", "lib", "sweep", "--scale", "smoke", "--grid", grid]
-    first = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_for(lambda: list(folder.glob("runs/.*lock")))  # its first run has begun
-    worker = next(child for child in psutil.Process(first.pid).children() if "cell" in child.cmdline())
-    first.kill()
-    worker.kill()
+    first = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    # The kernel of the first cell is killed when it has begun to train. The run fails, the others go on.
+    wait_for(lambda: list(folder.glob("runs/.gui-short-s0.lock")))
+    kernel_of(first).kill()
+    wait_for(lambda: list(folder.glob("runs/.noise-like-it-s0.lock")))
+    first.kill()  # the sweep alone: its worker goes on, and what it makes is used
+    assert "failed: gui-short-s0:" in first.communicate()[1]
+    assert "kernel" in (folder / "logs" / "gui-short-s0.log").read_text()
     pair = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate()[1] for process in pair]
     assert [process.returncode for process in pair] == [0, 0], said
     assert sum("another process is working on" in text for text in said) >= 1
     assert_same_tables(folder, undisturbed)
-    assert not list(folder.rglob(".*-????????"))  # nothing half-written is left
+    assert not [path for path in folder.rglob(".*-????????") if path.is_dir()]  # nothing half-written is left
+
+
+def kernel_of(process):
+    """The kernel that a sweep's worker has started."""
+    kernels = []
+
+    def started():
+        children = psutil.Process(process.pid).children(recursive=True)
+        kernels[:] = [child for child in children if "ipykernel_launcher" in child.cmdline()]
+        return kernels
+
+    wait_for(started)
+    return kernels[0]
+
+
+def test_an_interrupted_sweep_starts_nothing_more(grid, smoke, tmp_path):
+    environment, _ = elsewhere(smoke, tmp_path)
+    program = f"""
+import pathlib, sys
+from lib import runner
+started = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+command = lambda scale, cell, seed, grid: [sys.executable, "-c", started, {str(tmp_path)!r} + "/" + cell]
+runner.run_sweep("smoke", 1, grid={grid!r}, command=command)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment, start_new_session=True)
+    wait_for(lambda: (tmp_path / "gui-short").exists())
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) != 0
+    assert not (tmp_path / "noise-like-it").exists()
 
 
 def wait_for(happened, seconds=120):
@@ -134,7 +168,7 @@ def test_a_kernel_that_did_not_start_is_tried_once_more(counted, grid):
 def test_a_killed_run_counts_as_failed(counted, grid):
     kill = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
     (failure,) = runner.run_sweep("smoke", 1, CELLS[:1], grid, lambda *_: kill)
-    assert failure.reason == "exit status -9"
+    assert failure.reason == "killed by signal 9"
 
 
 def test_a_full_disk_leaves_nothing_half_written_and_is_named(undisturbed, smoke, grid, tmp_path, monkeypatch):
@@ -156,14 +190,17 @@ except LeakbookError as problem:
     full = lambda scale, cell, seed, grid: [sys.executable, "-c", program.format(cell=cell, seed=seed, grid=grid)]  # noqa: E731
     (failure,) = runner.run_sweep("smoke", 1, CELLS[:1], grid, full)
     assert failure.reason.startswith("error: no space left to write") and "finished work is reused" in failure.reason
-    kept = [path for place in (folder, folder.with_name("sweep")) for path in place.rglob("*")]
-    assert kept and not [path for path in kept if path.suffix in {".parquet", ".json"}]
+    (run,) = folder.glob("runs/gui-short-s0")
+    assert list(run.iterdir()) == []
 
 
 def test_a_sweep_of_another_protocol_is_refused_before_anything_runs(undisturbed, grid, monkeypatch):
+    # One message for all results, and the command that moves them aside.
     monkeypatch.setattr(sweep, "PROTOCOL", sweep.PROTOCOL + 1)
     monkeypatch.setattr(runner.subprocess, "run", lambda *_, **__: pytest.fail("started"))
-    with pytest.raises(ResultError, match="protocol.cell is .* there and .* here.*Move it aside"):
+    with pytest.raises(
+        ResultError, match="protocol.cell is .* 3 of 3 results of this sweep cannot be used.*mv .*sweep-small"
+    ):
         runner.run_sweep("smoke", 1, grid=grid)
 
 

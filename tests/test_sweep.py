@@ -122,7 +122,8 @@ def test_further_draws_of_noise_are_seeded_kept_and_alternate_over_matched_adapt
     run = config.cell_run("smoke", "noise-gaussian-full", 0, "local")
     small = dataclasses.replace(run, sweep=dataclasses.replace(run.sweep, noise_draws=2, seeds=(0, 1)))
     draws = sweep.noise_draws(small)
-    assert draws.columns.tolist() == [*CONTRACT, "like_seed", "d_nll_benign"]
+    assert draws.columns.tolist() == [*CONTRACT, "like_seed", "d_nll_benign", "d_nll_benign_like"]
+    assert (draws["d_nll_benign_like"] != draws["d_nll_benign"]).all()
     assert draws["seed"].tolist() == [0, 1] and draws["like_seed"].tolist() == [0, 1]
     assert set(draws["modality"]) == {"text"} and set(draws["stack"]) == {"stacked"}
     assert draws["d_nll_hex"].nunique() == 2
@@ -157,10 +158,11 @@ def test_a_result_from_ones_own_data_belongs_to_what_is_in_the_file(tmp_path):
     own = dataclasses.replace(run, cell=dataclasses.replace(run.cell, id="own-data", source=str(path)))
     path.write_text(json.dumps({"prompt": "Hi", "target": "Ho"}))
     before = sweep.cell_inputs(own)
+    assert before["cell"]["source"] == "own.jsonl" and str(tmp_path) not in json.dumps(before)
     path.write_text(json.dumps({"target": "Ho", "prompt": "Hi"}))  # another order of keys is the same record
     assert sweep.cell_inputs(own) == before
     path.write_text(json.dumps({"prompt": "Hi", "target": "Ha"}))
-    assert results.differences(before, sweep.cell_inputs(own))[0].startswith("data.")
+    assert results.differences(before, sweep.cell_inputs(own))[0].startswith("data is ")
 
 
 def test_a_result_of_another_grid_is_refused(trained_cell):
@@ -186,6 +188,29 @@ def test_tables_are_collected_only_when_every_run_is_there(trained_cell):
         collection.collect(collection.all_runs(run.scale, more))
     assert collection.collect(collection.all_runs(run.scale, one)).values == collected.values
     (collected.folder / "result.json").unlink()
+
+
+def test_runs_on_two_injections_are_not_put_into_one_table(trained_cell):
+    nll = trained_cell.table("token_nll.parquet")
+    other = nll.assign(cell="another", nll_base=nll.nll_base + 2e-4)
+    bases = {"safety-full-high-30": "full", "another": "full"}
+    with pytest.raises(ResultError, match="base 'full' did not start from one model.*by up to 0.0002 nats"):
+        collection._refuse_two_injections(pd.concat([nll, other]), bases)
+    collection._refuse_two_injections(pd.concat([nll, other]), bases | {"another": "stop-1"})
+
+
+def test_tables_of_another_grid_are_kept(trained_cell):
+    run = config.cell_run("smoke", "safety-full-high-30", 0, "local")
+    one = dataclasses.replace(run.sweep, cells=(run.cell,), seeds=(0,))
+    first = collection.collect(collection.all_runs(run.scale, one))
+    collection.collect(collection.all_runs(run.scale, dataclasses.replace(one, noise_draws=7)))
+    kept = results.read_result(first.folder / f"tables-{first.content['hash'][:8]}")
+    assert kept.values == first.values and kept.content["inputs"]["sweep"]["noise_draws"] == 30
+    with pytest.raises(ResultError, match="no tables of a sweep at smoke scale"):
+        collection.load(run.scale, "auto")
+    with pytest.raises(ResultError, match="made with other parameters.*noise_draws is 7 there and 30 here"):
+        collection.load(run.scale, "local")
+    (first.folder / "result.json").unlink()
 
 
 def test_a_reference_run_of_another_grid_is_not_shown(tmp_path, monkeypatch):
