@@ -69,6 +69,9 @@ def test_a_sweep_writes_its_tables_and_runs_only_what_is_missing(undisturbed, gr
     assert undisturbed.table("noise.csv")["seed"].tolist() == [0, 1]
     assert undisturbed.values["runs"] == 2 and undisturbed.values["noise_draws"] == 2
     assert undisturbed.values["stacked_against_merged"] < 1e-4
+    assert (
+        len(list(undisturbed.folder.glob("pages/*.ipynb"))) == 2 and len(list(undisturbed.folder.glob("logs/*"))) == 3
+    )
     monkeypatch.setattr(runner.subprocess, "run", lambda *_, **__: pytest.fail("a finished run was started again"))
     assert runner.run_sweep("smoke", 1, grid=grid) == []
 
@@ -230,15 +233,3 @@ def test_a_notebook_that_raises_is_reported_in_its_own_words(smoke, tmp_path):
 def test_the_command_line_starts_a_run_without_loading_torch():
     program = "import lib.__main__, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
-
-
-def test_a_cells_command_leaves_a_result_and_a_page(smoke):
-    done = subprocess.run(
-        [sys.executable, "-m", "lib", "cell", "--scale", "smoke", "--cell", "random-stop1", "--seed", "2"],
-        capture_output=True,
-        text=True,
-        env=os.environ.copy(),
-    )
-    assert done.returncode == 0, done.stderr
-    assert read_result(paths.run_folder("smoke", "random-stop1", 2)).values["rows"][0]["seed"] == 2
-    assert (paths.local("smoke") / "sweep" / "pages" / "random-stop1-s2.ipynb").exists()
