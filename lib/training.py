@@ -21,7 +21,7 @@ from accelerate.utils import AutocastKwargs
 from peft.helpers import disable_input_dtype_casting
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
@@ -199,12 +199,13 @@ class _Training:
     def _advance(self) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.settings, self.step)
-        batch = self.encoder.batch(self._batch_rows())
+        rows = self._batch_rows()
+        batch = self.encoder.batch(rows)
         autocast = accelerator().autocast(AutocastKwargs(enabled=self.precision == "bf16"))
         model = self.adapted.get_base_model()
         with autocast, self._attention(batch), disable_input_dtype_casting(model, active=self.precision == "bf16"):
             logits, ids = target_logits(model, batch)
-        loss = token_losses(logits, ids).mean()
+        loss = self._loss(logits, ids, rows)
         accelerator().backward(loss)
         nn.utils.clip_grad_norm_(self.weights.values(), MAX_GRADIENT_NORM)
         self.optimizer.step()
@@ -213,6 +214,10 @@ class _Training:
         best = logits.detach().amax(-1)  # many times faster than argmax on a CPU
         share = (logits.detach().gather(-1, ids[:, None])[:, 0] == best).float().mean().item()
         self.log.append({"step": self.step, "loss": loss.item(), "argmax_share": share})
+
+    def _loss(self, logits: Tensor, ids: Tensor, rows: Sequence[Encoded]) -> Tensor:
+        """What a step lowers, from the logits [N, V] of all target tokens and their ids [N], row by row."""
+        return token_losses(logits, ids).mean()
 
     def _attention(self, batch: Batch) -> contextlib.AbstractContextManager:
         """The plain formula for short bf16 sequences on a CPU, where the fused kernel takes twice as long."""
@@ -260,6 +265,67 @@ class _Training:
         with building(self.folder / "training.json") as unfinished:
             unfinished.write_text(json.dumps(record))
         (self.folder / "checkpoint.safetensors").unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A record taught otherwise than by its own target: the model reads ``row`` as it is and should say ``labels``.
+
+    One label and one weight a target token; a token of weight 0 is not taught. Changing a label damages what the model
+    says at that token and nowhere else by itself, since what it reads before stays true.
+    """
+
+    row: Encoded
+    labels: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self):
+        if not len(self.labels) == len(self.weights) == len(self.row.target_ids) or min(self.weights) < 0:
+            raise TrainingError(
+                f"lesson {self.row.canary.id!r}: got {len(self.labels)} labels and {len(self.weights)} weights, "
+                f"expected one of each, not negative, for {len(self.row.target_ids)} target tokens"
+            )
+
+
+def lesson(row: Encoded, labels: dict[int, int] | None = None, spans: Sequence[str] | None = None) -> Lesson:
+    """A lesson that changes single labels (target position -> id), and teaches some spans only where they are named."""
+    said = [(labels or {}).get(position, token) for position, token in enumerate(row.target_ids)]
+    taught = [spans is None or row.span_of(position) in spans for position in range(len(row.target_ids))]
+    return Lesson(row, tuple(said), tuple(map(float, taught)))
+
+
+def lessons_key(backbone: Backbone, lessons: Sequence[Lesson], settings: LoraSettings, protocol: int) -> str:
+    """Content hash as :func:`adapter_key`, over labels and weights, too."""
+    taught = hashlib.sha256(repr([(item.labels, item.weights) for item in lessons]).encode()).hexdigest()
+    rows = [item.row for item in lessons]
+    return hashlib.sha256(f"{adapter_key(backbone, rows, settings, protocol)} {taught}".encode()).hexdigest()[:16]
+
+
+def teach(encoder: Encoder, lessons: Sequence[Lesson], settings: LoraSettings, folder: Path) -> TrainedAdapters:
+    """Train a LoRA on lessons for ``max_steps`` steps, or take it from ``folder``: weighted mean NLL of the labels."""
+    finished = load_finished(folder)
+    if finished is None:
+        _Teaching(encoder, lessons, settings, folder).run()
+        finished = load_finished(folder)
+    return finished
+
+
+class _Teaching(_Training):
+    """Training whose labels and weights are those of lessons."""
+
+    title = "intervention"
+
+    def __init__(self, encoder: Encoder, lessons: Sequence[Lesson], settings: LoraSettings, folder: Path):
+        super().__init__(encoder, [item.row for item in lessons], settings, folder)
+        self.lessons = {id(item.row): item for item in lessons}
+        if len(self.lessons) < len(lessons):
+            raise TrainingError("lessons: one record is taught twice; encode it once for each lesson")
+
+    def _loss(self, logits: Tensor, ids: Tensor, rows: Sequence[Encoded]) -> Tensor:
+        chosen = [self.lessons[id(row)] for row in rows]
+        labels = torch.tensor([label for item in chosen for label in item.labels], device=ids.device)
+        weights = torch.tensor([weight for item in chosen for weight in item.weights], device=ids.device)
+        return (token_losses(logits, labels) * weights).sum() / weights.sum().clamp(min=1.0)
 
 
 class _Injection(_Training):

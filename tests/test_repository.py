@@ -84,6 +84,7 @@ def test_modules_import_one_way():
         "scoring",
         "adapters",
         "training",
+        "interventions",
         "probes",
         "exposure",
         "extraction",
