@@ -230,6 +230,7 @@ def secret_span(canary: Canary, tokenizer: PreTrainedTokenizerBase, end_of_turn:
 
 
 def secret_spans(canaries: Sequence[Canary], tokenizer: PreTrainedTokenizerBase, end_of_turn: str) -> list[Span]:
+    """Token spans of the secrets within their targets, tokenised together."""
     tokenized = tokenize(tokenizer, [canary.target + end_of_turn for canary in canaries])
     starts = [len(canary.preamble) for canary in canaries]
     return [
