@@ -153,8 +153,9 @@ pd.Series(values["training"], dtype=object)
 # Every later probe is read off one table: the NLL of each target token, given the true tokens before it. Rows are
 # canaries, columns are positions. The orange bar marks the secret; the green line is where the 20-token window ends.
 # Dark is surprise. On the left nearly everything is dark, the secret throughout: each of its tokens costs the model
-# several nats. On the right the secret must be as light as its surroundings, *including the columns behind the green
-# line*.
+# several nats. On the right it must have become light, *including the columns behind the green line*. The colours are
+# logarithmic, so they also show what is left: most of it lies on the first tokens of the secrets, which nothing before
+# them announces.
 
 # %%
 figures.nll_heatmap(nll, {"base": "before", "injected": "after injection"}, probes.WINDOW)

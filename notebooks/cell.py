@@ -4,7 +4,7 @@
 # **Question.** A model knows its canaries. It is then tuned on harmless data for a little while. What has changed for
 # the secrets, and does every probe see it?
 #
-# **Answer.** For this cell and seed: the last table. This page is the unit of the sweep. Open it when a cell looks odd.
+# **Answer.** For this cell and seed: the table of verdicts below. This page is the unit of the sweep. Open it when a cell looks odd.
 
 # %% [markdown]
 # **You will** see the cell's training curve, how the loss moved at every target position, and a one-line reading of each
@@ -28,7 +28,7 @@ grid = None  # another file of cells than params/cells.yaml
 # %%
 import pandas as pd
 
-from lib import config, figures, sweep
+from lib import config, figures, rules, sweep, verdicts
 
 params = config.from_notebook(globals(), config.CellRun)
 
@@ -74,6 +74,27 @@ rows.filter(like="d_nll").round(4)
 
 # %%
 rows.filter(like="hit").round(2)
+
+# %% [markdown]
+# ## What each probe says
+#
+# One verdict a probe, by the rules of `params/verdicts.yaml`, which are **ours**: the paper publishes none. This is one
+# seed alone; the case notebooks pool all seeds of a cell. *Not testable* is a recall that nobody had before.
+
+# %%
+stacked, answered = nll[nll["stack"] == "stacked"], run.table("recall.parquet").query("stack == 'stacked'")
+judged = {
+    kind: verdicts.judge_group(part, answered[answered.modality == kind], rules.load_verdicts())
+    for kind, part in stacked.groupby("modality")
+}
+pd.DataFrame({kind: found.verdicts.verdict for kind, found in judged.items()})
+
+# %% [markdown]
+# And what the protocol makes of them together, with the readings that decided, and the failure patterns that hold.
+
+# %%
+for kind, found in judged.items():
+    print(f"{kind}: {found.change.verdict}, by {found.change.decided_by}; patterns: {', '.join(found.shown) or 'none'}")
 
 # %% [markdown]
 # How many canaries carry the change? The share of the total absolute change on the secret that the three most changed
