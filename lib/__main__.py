@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 STUDIES = {"testbed": "00_testbed"}
 EXAMPLES = ("safety-full-high-30-s0",)  # runs of the sweep that the stored page of notebook `cell` needs
 SCALE = click.option("--scale", default="laptop", show_default=True, help="a scale of params/scales.yaml")
-GRID = click.option("--grid", help="a file of cells instead of params/cells.yaml")
+GRID = click.option("--grid", type=click.Path(resolve_path=True), help="a file of cells instead of params/cells.yaml")
 
 
 @click.group()
@@ -146,7 +146,7 @@ def cell(scale: str, cell: str, seed: int, grid: str | None) -> None:
 @GRID
 def noise(scale: str, cell: str, grid: str | None) -> None:
     """Make the further draws of one noise cell."""
-    run = config.cell_run(scale, cell, 0, "local", grid and str(Path(grid).resolve()))
+    run = config.cell_run(scale, cell, 0, "local", grid)
     if run.cell.kind != "noise":
         known = ", ".join(other.id for other in run.sweep.cells if other.kind == "noise")
         raise config.ConfigError(f"cell: got {cell!r}, which is trained; expected one of {known}.")
@@ -162,7 +162,7 @@ def collect(scale: str, grid: str | None) -> None:
     """Write the tables of a sweep whose runs are all there."""
     from lib import collection
 
-    settings, grid = config.load_scale(scale), grid and str(Path(grid).resolve())
+    settings = config.load_scale(scale)
     result = collection.collect(collection.all_runs(settings, config.load_sweep(settings, grid), grid))
     click.echo(f"complete: {paths.show(result.folder)}")
 

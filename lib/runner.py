@@ -60,12 +60,11 @@ def execute(notebook: str, output: Path, parameters: dict[str, Any], result: Pat
 
 
 def execute_cell(scale: str, cell: str, seed: int, stream: TextIO, grid: str | None = None) -> None:
-    """Run the ``cell`` notebook for one cell and seed.
+    """Run the ``cell`` notebook for one cell and seed; ``grid`` is an absolute path.
 
     Raises:
         config.ConfigError: scale or cell are unknown; RunError: see :func:`execute`.
     """
-    grid = None if grid is None else str(Path(grid).resolve())
     config.cell_run(scale, cell, seed, "local", grid)
     page = paths.sweep(scale, grid) / "pages" / f"{paths.run_name(cell, seed)}.ipynb"
     parameters = {"scale": scale, "cell": cell, "seed": seed} | ({} if grid is None else {"grid": grid})
@@ -97,7 +96,7 @@ def run_sweep(
 
     Failed tasks are given back and leave the others alone. A run whose kernel did not start is tried once more. A
     second sweep on the same folder waits for the first and says so. ``only`` names cells; the tables are then left as
-    they are. ``command`` makes the command line of a run.
+    they are, ``grid`` is an absolute path. ``command`` makes the command line of a run.
 
     Raises:
         config.ConfigError: scale, grid or cell are unknown.
@@ -106,7 +105,6 @@ def run_sweep(
     from lib import collection, models, sweep
 
     settings = config.load_scale(scale)
-    grid = None if grid is None else str(Path(grid).resolve())
     cells = config.load_sweep(settings, grid)
     chosen = {cells.cell(name).id for name in only} or {cell.id for cell in cells.cells}
     runs = [run for run in collection.all_runs(settings, cells, grid) if run.cell.id in chosen]
