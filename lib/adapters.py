@@ -146,6 +146,17 @@ def noise_like(adapter: Path, kind: str, seed: int, folder: Path) -> Path:
     return folder
 
 
+def scaled(adapter: Path, factor: float, folder: Path) -> Path:
+    """Write an adapter that adds ``factor`` times what a trained one adds, factor (alpha / rank) B A, to ``folder``."""
+    matrices = load_file(adapter / "adapter_model.safetensors")
+    written = {key: (factor * m if ".lora_B." in key else m).contiguous() for key, m in matrices.items()}
+    with building(folder) as unfinished:
+        unfinished.mkdir()
+        save_file(written, unfinished / "adapter_model.safetensors")
+        shutil.copy2(adapter / "adapter_config.json", unfinished)
+    return folder
+
+
 def _gaussian(a: Tensor, b: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     random_a, random_b = (torch.randn(matrix.shape, generator=generator) for matrix in (a, b))
     scale = (_product_norm(a, b) / _product_norm(random_a, random_b)).sqrt()

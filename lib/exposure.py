@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -23,6 +24,7 @@ from lib.scoring import token_losses
 
 KINDS = ("random", "shuffled", "other")
 SHUFFLE_TRIES = 4096  # permutations looked at for each canary before the search for shuffled decoys ends
+SHUFFLE_CHUNK = 256  # of them at a time
 
 
 class ExposureError(LeakbookError, ValueError):
@@ -37,16 +39,20 @@ def shuffled(
     The search ends after ``tries`` permutations, so there may be fewer, even none: most fall into other tokens.
     """
     rng = np.random.default_rng([seed, 1, *canary.id.encode()])
-    drawn = ("".join(rng.permutation(list(canary.secret))) for _ in range(tries))
-    secrets = [secret for secret in dict.fromkeys(drawn) if secret not in {canary.secret, *taken}]
-    if not secrets:
-        return []
-    copies = [dataclasses.replace(canary, secret=secret) for secret in secrets]
     tokenizer, closing = encoder.backbone.tokenizer, encoder.end_of_turn
     layout = canaries.secret_span(canary, tokenizer, closing)
-    spans = canaries.secret_spans(copies, tokenizer, closing)
-    fitting = [copy for copy, span in zip(copies, spans, strict=True) if span == layout][:count]
-    return [dataclasses.replace(c, id=f"{canary.id}/shuffled-{i:03d}") for i, c in enumerate(fitting)]
+    seen, fitting = {canary.secret, *taken}, []
+    for start in range(0, tries, SHUFFLE_CHUNK):
+        drawn = ["".join(rng.permutation(list(canary.secret))) for _ in range(min(SHUFFLE_CHUNK, tries - start))]
+        secrets = [secret for secret in dict.fromkeys(drawn) if secret not in seen]
+        copies = [dataclasses.replace(canary, secret=secret) for secret in secrets]
+        spans = canaries.secret_spans(copies, tokenizer, closing) if copies else []
+        fitting += [copy for copy, span in zip(copies, spans, strict=True) if span == layout]
+        seen.update(secrets)
+        if len(fitting) >= count:
+            break
+    found = fitting[:count]
+    return [dataclasses.replace(c, id=f"{canary.id}/shuffled-{i:03d}") for i, c in enumerate(found)]
 
 
 def others(canary: Canary, planted: Sequence[Canary]) -> list[Canary]:
@@ -55,20 +61,24 @@ def others(canary: Canary, planted: Sequence[Canary]) -> list[Canary]:
     return [dataclasses.replace(canary, id=f"{canary.id}/other-{other.id}", secret=other.secret) for other in rest]
 
 
-def decoy_table(
-    model: PreTrainedModel,
-    encoder: Encoder,
-    rows: Sequence[Encoded],
-    kinds: Sequence[str] = KINDS,
-    count: int = 255,
-    seed: int = 0,
-    batch_size: int = 128,
-) -> pd.DataFrame:
-    """NLL of the secret of every canary and of its decoys, in its place.
+@dataclass(frozen=True)
+class DecoySet:
+    """A canary's secret and its decoys in its place: ``rows`` encoded, ``kinds`` of each, ``secret`` its own first."""
 
-    Returns:
-        Columns ``canary, kind, decoy, tokens, nll_secret``: the secret's tokens and their total nats, given the prompt
-        and the preamble. The canary's own secret is the row of kind ``secret``.
+    canary: str
+    kinds: tuple[str, ...]
+    rows: tuple[Encoded, ...]
+
+    def only(self, kinds: Sequence[str]) -> "DecoySet":
+        """The secret with its decoys of these kinds."""
+        kept = [(kind, row) for kind, row in zip(self.kinds, self.rows, strict=True) if kind in ("secret", *kinds)]
+        return DecoySet(self.canary, tuple(kind for kind, _ in kept), tuple(row for _, row in kept))
+
+
+def draw_decoys(
+    encoder: Encoder, rows: Sequence[Encoded], kinds: Sequence[str] = KINDS, count: int = 255, seed: int = 0
+) -> list[DecoySet]:
+    """Decoys of every canary, the same for all models that are then asked.
 
     Raises:
         ExposureError: no canary, ``count`` below 1, or an unknown kind.
@@ -82,21 +92,35 @@ def decoy_table(
         raise ExposureError(f"decoys: got kind {sorted(unknown)[0]!r}, expected {', '.join(KINDS)}")
     planted = [row.canary for row in rows]
     secrets = [canary.secret for canary in planted]
+    tokenizer, closing = encoder.backbone.tokenizer, encoder.end_of_turn
+    make = {
+        "random": lambda canary: canaries.decoys(canary, count, tokenizer, closing, seed, secrets),
+        "shuffled": lambda canary: shuffled(canary, count, encoder, seed, taken=secrets),
+        "other": lambda canary: others(canary, planted),
+    }
+    sets = []
+    for canary in planted:
+        found = [("secret", canary)] + [(kind, decoy) for kind in kinds for decoy in make[kind](canary)]
+        encoded = encoder.encode([decoy for _, decoy in found])
+        sets.append(DecoySet(canary.id, tuple(kind for kind, _ in found), tuple(encoded)))
+    return sets
+
+
+def decoy_table(
+    model: PreTrainedModel, encoder: Encoder, sets: Sequence[DecoySet], batch_size: int = 128
+) -> pd.DataFrame:
+    """NLL of the secret of every canary and of its decoys, in its place.
+
+    Returns:
+        Columns ``canary, kind, decoy, tokens, nll_secret``: the secret's tokens and their total nats, given the prompt
+        and the preamble. The canary's own secret is the row of kind ``secret``.
+    """
     tables = []
-    for row in rows:
-        made = {
-            "random": lambda c: canaries.decoys(
-                c, count, encoder.backbone.tokenizer, encoder.end_of_turn, seed, secrets
-            ),
-            "shuffled": lambda c: shuffled(c, count, encoder, seed, taken=secrets),
-            "other": lambda c: others(c, planted),
-        }
-        found = [("secret", row.canary)] + [(kind, decoy) for kind in kinds for decoy in made[kind](row.canary)]
-        encoded = encoder.encode([canary for _, canary in found])
-        table = pd.DataFrame({"kind": [kind for kind, _ in found], "decoy": [canary.secret for _, canary in found]})
-        table["tokens"] = [len(alternative.spans["hex"]) for alternative in encoded]
-        table["nll_secret"] = alternatives_nll(model, encoder, encoded, batch_size)
-        tables.append(table.assign(canary=row.canary.id))
+    for one in sets:
+        table = pd.DataFrame({"kind": one.kinds, "decoy": [row.canary.secret for row in one.rows]})
+        table["tokens"] = [len(row.spans["hex"]) for row in one.rows]
+        table["nll_secret"] = alternatives_nll(model, encoder, one.rows, batch_size)
+        tables.append(table.assign(canary=one.canary))
     return pd.concat(tables, ignore_index=True)[["canary", "kind", "decoy", "tokens", "nll_secret"]]
 
 

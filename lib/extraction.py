@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from scipy.special import comb
 from transformers import GenerationConfig, PreTrainedModel
 
 from lib.encoding import Encoded, Encoder
@@ -36,6 +37,18 @@ def hit_at_k(log_p: np.ndarray, k: int) -> np.ndarray:
     log_p = np.minimum(np.asarray(log_p, dtype=float), 0.0)
     with np.errstate(divide="ignore"):
         return -np.expm1(k * np.log1p(-np.exp(log_p)))
+
+
+def sampled_hit_at_k(hits: np.ndarray, samples: np.ndarray, k: int) -> np.ndarray:
+    """hit@k from ``hits`` among ``samples`` generations, 1 - C(n - c, k) / C(n, k), unbiased (arXiv:2107.03374).
+
+    Raises:
+        ExtractionError: ``k`` is below 1 or above the number of generations.
+    """
+    _check(k)
+    if k > np.min(samples):
+        raise ExtractionError(f"hit@k: got k = {k}, expected at most {np.min(samples)}, the number of generations")
+    return 1.0 - comb(np.asarray(samples) - np.asarray(hits), k) / comb(samples, k)
 
 
 def reliability(log_p: np.ndarray, k: int) -> np.ndarray:

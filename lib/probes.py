@@ -187,11 +187,13 @@ def greedy_decode(
     rows: Sequence[Encoded],
     begun: Sequence[tuple[int, ...]] | None = None,
     batch_size: int = 20,
+    repetition_penalty: float = 1.0,
 ) -> list[tuple[int, ...]]:
     """Free greedy output of every prompt, up to the end of the turn or eight tokens beyond the target's length.
 
-    ``begun`` says how outputs begin where that is known already. The configuration is explicit: no sampling, no
-    repetition penalty, nothing from the model's own directory.
+    ``begun`` says how outputs begin where that is known already. The configuration is explicit: no sampling, nothing
+    from the model's own directory, and no repetition penalty unless one is asked for (it lowers the logit of every
+    token that prompt or output already hold, arXiv:1909.05858).
     """
     stop = encoder.backbone.tokenizer.convert_tokens_to_ids(encoder.end_of_turn)
     outputs = [tuple(ids) for ids in begun or [()] * len(rows)]
@@ -201,7 +203,7 @@ def greedy_decode(
     for start in range(0, len(open_rows), batch_size):
         chunk = open_rows[start : start + batch_size]
         batch = encoder.batch([rows[i] for i in chunk], [outputs[i] for i in chunk])
-        with torch.no_grad(), only_configuration(model, _greedy(max(left[i] for i in chunk), stop)):
+        with torch.no_grad(), only_configuration(model, _greedy(max(left[i] for i in chunk), stop, repetition_penalty)):
             generated = model.generate(**batch.generation_inputs())
         for i, ids in zip(chunk, generated[:, batch.input_ids.shape[1] :].tolist(), strict=True):
             ids = ids[: left[i]]
@@ -209,11 +211,11 @@ def greedy_decode(
     return outputs
 
 
-def _greedy(max_new_tokens: int, stop: int) -> GenerationConfig:
+def _greedy(max_new_tokens: int, stop: int, repetition_penalty: float) -> GenerationConfig:
     return GenerationConfig(
         do_sample=False,
         num_beams=1,
-        repetition_penalty=1.0,
+        repetition_penalty=repetition_penalty,
         max_new_tokens=max_new_tokens,
         eos_token_id=stop,
         pad_token_id=stop,

@@ -174,3 +174,11 @@ def test_noise_is_seeded_and_loads_like_an_adapter(tiny, injected_adapter, tmp_p
 def test_an_unknown_kind_of_noise_is_refused(injected_adapter, tmp_path):
     with pytest.raises(AdapterError, match="noise: got 'white', expected one of gaussian, spectral"):
         adapters.noise_like(injected_adapter, "white", 0, tmp_path / "noise")
+
+
+def test_a_scaled_adapter_adds_that_share_of_the_update(injected_adapter, tmp_path):
+    half = products(adapters.scaled(injected_adapter, 0.5, tmp_path / "half"))
+    nothing = products(adapters.scaled(injected_adapter, 0.0, tmp_path / "nothing"))
+    for name, whole in products(injected_adapter).items():
+        torch.testing.assert_close(half[name], 0.5 * whole)
+        assert (nothing[name] == 0).all()

@@ -64,7 +64,7 @@ def test_alternatives_must_share_prompt_and_picture(precise):
 
 def test_the_three_kinds_of_decoys(precise):
     model, encoder, rows = precise
-    table = exposure.decoy_table(model, encoder, rows, count=5, batch_size=16)
+    table = exposure.decoy_table(model, encoder, exposure.draw_decoys(encoder, rows, count=5), batch_size=16)
     own = {row.canary.id: row.canary.secret for row in rows}
     for canary, part in table.groupby("canary"):
         kinds = part.groupby("kind").decoy.agg(list)
@@ -140,11 +140,11 @@ def test_exposure_without_decoys_is_refused(precise):
         exposure.exposure(decoy_rows(1.0, [2.0])[1:])
     model, encoder, rows = precise
     with pytest.raises(ExposureError, match="got a count of 0, expected at least 1"):
-        exposure.decoy_table(model, encoder, rows, count=0)
+        exposure.draw_decoys(encoder, rows, count=0)
     with pytest.raises(ExposureError, match="got no canary"):
-        exposure.decoy_table(model, encoder, [])
+        exposure.draw_decoys(encoder, [])
     with pytest.raises(ExposureError, match="got kind 'best'"):
-        exposure.decoy_table(model, encoder, rows, kinds=["best"])
+        exposure.draw_decoys(encoder, rows, kinds=["best"])
 
 
 # --- hits in k samples ------------------------------------------------------------------------------------------------
@@ -213,3 +213,18 @@ def test_top_k_leaves_out_what_is_not_among_the_candidates(encoder, rows):
     np.testing.assert_allclose(every, extraction.log_probability(scores), atol=1e-3)
     with pytest.raises(ExtractionError, match="got 0 candidates"):
         extraction.top_k_log_probability(encoder.backbone.model, encoder, rows, 0)
+
+
+def test_hits_among_samples_estimate_hit_at_k_without_bias():
+    # Of 4 samples 1 hit: of the 6 pairs 3 hold it; of 4 samples 3 hit: every pair holds one.
+    hits, samples = np.array([1, 3, 0, 4]), np.full(4, 4)
+    np.testing.assert_allclose(extraction.sampled_hit_at_k(hits, samples, 1), [0.25, 0.75, 0.0, 1.0])
+    np.testing.assert_allclose(extraction.sampled_hit_at_k(hits, samples, 2), [0.5, 1.0, 0.0, 1.0])
+    with pytest.raises(ExtractionError, match="got k = 5, expected at most 4"):
+        extraction.sampled_hit_at_k(hits, samples, 5)
+
+
+def test_shuffles_do_not_depend_on_how_many_are_asked_for(encoder, rows):
+    few = exposure.shuffled(rows[0].canary, 3, encoder, seed=0)
+    many = exposure.shuffled(rows[0].canary, 40, encoder, seed=0)
+    assert [c.secret for c in few] == [c.secret for c in many][:3] and len({c.secret for c in many}) == len(many)

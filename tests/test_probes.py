@@ -244,3 +244,10 @@ def test_recall_starts_decoding_behind_the_first_miss(smoke, injected):
     found = probes.recall(backbone.model, encoder, probes.token_nll(backbone.model, encoder, changed))
     assert not found.hit_full.values.any()  # it says the secret that it was taught
     assert list(found.output_ids) == probes.greedy_decode(backbone.model, encoder, changed)
+
+
+def test_a_repetition_penalty_is_asked_for_and_never_assumed(smoke, injected):
+    backbone, encoder, encoded = injected[:3] if isinstance(injected, tuple) else injected
+    plain = probes.greedy_decode(backbone.model, encoder, encoded[:6])
+    assert probes.greedy_decode(backbone.model, encoder, encoded[:6], None, 20, 1.0) == plain
+    assert probes.greedy_decode(backbone.model, encoder, encoded[:6], None, 20, 3.0) != plain
