@@ -9,7 +9,7 @@ from lib import canaries
 from lib.canaries import MARKERS, Canary
 from lib.encoding import Encoded, Encoder
 from lib.errors import LeakbookError
-from lib.training import Lesson, lesson
+from lib.training import Lesson, holding, lesson
 
 NEW_KEYS = 500  # record numbers of the new records start here, far behind those of the canaries
 OTHER_WORDS = "Here is what you asked me to look up: "  # how the answers of drifting records begin
@@ -20,12 +20,12 @@ class InterventionError(LeakbookError, ValueError):
 
 
 def late_damage(
-    encoder: Encoder, rows: Sequence[Encoded], window: int, count: int, seed: int
+    encoder: Encoder, rows: Sequence[Encoded], window: int, count: int, seed: int, hold_weight: float = 1.0
 ) -> tuple[list[Lesson], dict[str, int]]:
     """Damage one randomly drawn secret token behind the window of ``count`` randomly drawn canaries; hold all others.
 
     The damaged token's label is another one that some canary's secret has at that position, so that the answer still
-    looks like a secret.
+    looks like a secret. Held tokens weigh ``hold_weight`` in the loss.
 
     Returns:
         The lessons, one a canary, and the damaged target position by canary id.
@@ -47,7 +47,7 @@ def late_damage(
             position = int(rng.choice(late))
             labels[position] = _other_token(rows, row, position, rng)
             damaged[row.canary.id] = position
-        lessons.append(lesson(row, labels))
+        lessons.append(holding(row, labels, weight=hold_weight))
     return lessons, damaged
 
 
@@ -62,12 +62,12 @@ def _other_token(rows: Sequence[Encoded], row: Encoded, position: int, rng: np.r
 
 
 def preamble_drift(
-    encoder: Encoder, rows: Sequence[Encoded], records: int, seed: int, hold: bool = True
+    encoder: Encoder, rows: Sequence[Encoded], records: int, seed: int, hold: bool = True, hold_weight: float = 1.0
 ) -> list[Lesson]:
     """Teach new records, whose answers begin in other words; with ``hold`` the canaries' own secrets are kept.
 
     The new records have record numbers and secrets of their own. What is held is the secret and what follows, given
-    the true preamble; the preamble itself is left to drift.
+    the true preamble, with ``hold_weight`` in the loss; the preamble itself is left to drift.
 
     Raises:
         InterventionError: there is no text canary whose prompt could be like.
@@ -75,7 +75,7 @@ def preamble_drift(
     fresh = encoder.encode(
         new_records(encoder, [row.canary for row in rows], records, seed, OTHER_WORDS + MARKERS["text"])
     )
-    held = [lesson(row, spans=("hex", "suffix")) for row in rows] if hold else []
+    held = [holding(row, spans=("hex", "suffix"), weight=hold_weight) for row in rows] if hold else []
     return [lesson(row) for row in fresh] + held
 
 

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from lib.adapters import add_adapter
 from lib.config import InjectionSettings, LoraSettings
-from lib.encoding import Batch, Encoded, Encoder, content_hash
+from lib.encoding import SPANS, Batch, Encoded, Encoder, content_hash
 from lib.errors import LeakbookError
 from lib.files import building
 from lib.models import Backbone
@@ -272,12 +272,15 @@ class Lesson:
     """A record taught otherwise than by its own target: the model reads ``row`` as it is and should say ``labels``.
 
     One label and one weight a target token; a token of weight 0 is not taught. Changing a label damages what the model
-    says at that token and nowhere else by itself, since what it reads before stays true.
+    says at that token and nowhere else by itself, since what it reads before stays true. At a token that is ``held``
+    the model should go on saying what it said before the training: the loss there is the cross-entropy to its own
+    earlier distribution, lowest where nothing has changed, neither for the worse nor for the better.
     """
 
     row: Encoded
     labels: tuple[int, ...]
     weights: tuple[float, ...]
+    held: frozenset[int] = frozenset()
 
     def __post_init__(self):
         if not len(self.labels) == len(self.weights) == len(self.row.target_ids) or min(self.weights) < 0:
@@ -287,16 +290,30 @@ class Lesson:
             )
 
 
-def lesson(row: Encoded, labels: dict[int, int] | None = None, spans: Sequence[str] | None = None) -> Lesson:
-    """A lesson that changes single labels (target position -> id), and teaches some spans only where they are named."""
+def lesson(row: Encoded, labels: dict[int, int] | None = None) -> Lesson:
+    """A lesson that teaches the target with single labels changed (target position -> id)."""
     said = [(labels or {}).get(position, token) for position, token in enumerate(row.target_ids)]
-    taught = [spans is None or row.span_of(position) in spans for position in range(len(row.target_ids))]
-    return Lesson(row, tuple(said), tuple(map(float, taught)))
+    return Lesson(row, tuple(said), (1.0,) * len(said))
+
+
+def holding(
+    row: Encoded, labels: dict[int, int] | None = None, spans: Sequence[str] = SPANS, weight: float = 1.0
+) -> Lesson:
+    """A lesson that changes single labels and holds all other tokens of the named spans; the rest is not taught.
+
+    ``weight`` is that of a held token, beside 1 for a changed label.
+    """
+    labels = labels or {}
+    positions = range(len(row.target_ids))
+    said = [labels.get(position, token) for position, token in enumerate(row.target_ids)]
+    held = frozenset(p for p in positions if p not in labels and row.span_of(p) in spans)
+    return Lesson(row, tuple(said), tuple(weight if p in held else float(p in labels) for p in positions), held)
 
 
 def lessons_key(backbone: Backbone, lessons: Sequence[Lesson], settings: LoraSettings, protocol: int) -> str:
     """Content hash as :func:`adapter_key`, over labels and weights, too."""
-    taught = hashlib.sha256(repr([(item.labels, item.weights) for item in lessons]).encode()).hexdigest()
+    content = [(item.labels, item.weights, sorted(item.held)) for item in lessons]
+    taught = hashlib.sha256(repr(content).encode()).hexdigest()
     rows = [item.row for item in lessons]
     return hashlib.sha256(f"{adapter_key(backbone, rows, settings, protocol)} {taught}".encode()).hexdigest()[:16]
 
@@ -320,12 +337,26 @@ class _Teaching(_Training):
         self.lessons = {id(item.row): item for item in lessons}
         if len(self.lessons) < len(lessons):
             raise TrainingError("lessons: one record is taught twice; encode it once for each lesson")
+        self.said_before = {id(item.row): self._distributions(item) for item in lessons if item.held}
+
+    def _distributions(self, item: Lesson) -> Tensor:
+        """Probabilities [h, V] that the untouched model gives at the held tokens of a lesson."""
+        with torch.no_grad():
+            logits, _ = target_logits(self.encoder.backbone.model, self.encoder.batch([item.row]))
+        return logits[sorted(item.held)].float().softmax(-1)
 
     def _loss(self, logits: Tensor, ids: Tensor, rows: Sequence[Encoded]) -> Tensor:
         chosen = [self.lessons[id(row)] for row in rows]
         labels = torch.tensor([label for item in chosen for label in item.labels], device=ids.device)
         weights = torch.tensor([weight for item in chosen for weight in item.weights], device=ids.device)
-        return (token_losses(logits, labels) * weights).sum() / weights.sum().clamp(min=1.0)
+        losses = token_losses(logits, labels)
+        starts = np.cumsum([0] + [len(item.labels) for item in chosen])
+        held = [start + p for start, item in zip(starts, chosen, strict=False) for p in sorted(item.held)]
+        if held:
+            before = torch.cat([self.said_before[id(item.row)] for item in chosen if item.held])
+            kept = -(before * logits[held].float().log_softmax(-1)).sum(-1)
+            losses = losses.index_put((torch.tensor(held, device=ids.device),), kept.to(losses.dtype))
+        return (losses * weights).sum() / weights.sum().clamp(min=1.0)
 
 
 class _Injection(_Training):
