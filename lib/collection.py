@@ -9,10 +9,11 @@ import pandas as pd
 
 from lib import config, models, paths, runs, sweep, training
 from lib.config import CellRun, Scale, Sweep
-from lib.results import Result, ResultError, differences, provenance, read_result, write_result
+from lib.results import MissingResult, Result, ResultError, differences, provenance, read_result, write_result
 from lib.sweep import PROTOCOL, STACKS
 
 SAME_BASE = 1e-4  # nats: what two evaluations of one model may differ by, on several machines
+CONFIRMATION = "confirm.json"  # record of the confirmation's tables, which lie beside those of the sweep
 DELTAS = ["d_nll_mean20", "d_nll_hex", "d_nll_preamble", "d_nll_suffix"]
 
 
@@ -45,10 +46,80 @@ def collect(wanted: list[CellRun]) -> Result:
     _refuse_two_injections(tables["token_nll.parquet"], {run.cell.id: run.cell.base for run in wanted})
     if draws and first.sweep.noise_draws:
         tables["noise.csv"] = pd.concat(list(draws.values()), ignore_index=True)
-    folder, inputs = paths.sweep(first.scale.name, first.grid), _inputs(first, model)
+    folder, inputs = first.sweep_folder, _inputs(first, model)
     _keep_tables_of_another_grid(folder, inputs)
     (folder / "result.json").unlink(missing_ok=True)  # none of the two, old or new, until all tables are there
-    return write_result(folder, inputs, _summary(tables), _provenance(first, found), _writers(tables))
+    return write_result(folder, inputs, _summary(tables), _provenance(first, found), writers(tables))
+
+
+def confirmation_runs(scale: Scale, cells: Sweep, picked: list[str], rule: dict[str, int]) -> list[CellRun]:
+    """Runs that repeat picked cells: with seeds that the sweep has not used, and on a second injection.
+
+    ``rule`` is ``picking.confirmation`` of ``params/verdicts.yaml``.
+    """
+    second = config.other_injection(scale.name, 1)
+    unused = [max(cells.seeds) + 1 + n for n in range(rule["unused_seeds"])]
+    runs = []
+    for name in dict.fromkeys(picked):
+        cell = cells.cell(name)
+        runs += [CellRun(scale, cells, cell, seed, "local") for seed in unused]
+        runs += [CellRun(second, cells, cell, seed, "local", None, 1) for seed in range(rule["second_injection_seeds"])]
+    return runs
+
+
+def collect_confirmation(wanted: list[CellRun]) -> Result:
+    """Write ``confirm.csv`` beside the sweep's tables, and the per-token tables of its runs (text, stacked).
+
+    Rows are those of ``cells.csv`` with the column ``injection``; the record is ``confirm.json``.
+
+    Raises:
+        ResultError: a run is missing.
+    """
+    found = {run: sweep.finished(run) for run in wanted}
+    missing = [f"{run.cell.id} with seed {run.seed}" for run, result in found.items() if result is None]
+    if missing:
+        raise ResultError(f"{len(missing)} of {len(found)} confirmation runs are missing, {missing[0]} among them")
+    rows = [pd.DataFrame(result.values["rows"]).assign(injection=run.injection) for run, result in found.items()]
+    tables = {"confirm.csv": pd.concat(rows, ignore_index=True)}
+    for name in ("token_nll.parquet", "recall.parquet"):
+        parts = [result.table(name).assign(injection=run.injection) for run, result in found.items()]
+        whole = pd.concat(parts, ignore_index=True)
+        kept = whole[(whole["modality"] == "text") & (whole["stack"] == "stacked")].reset_index(drop=True)
+        tables[f"confirm_{name}"] = kept
+    first = wanted[0]
+    _refuse_another_base(
+        first.scale, tables["confirm_token_nll.parquet"], {run.cell.id: run.cell.base for run in wanted}
+    )
+    inputs = confirmation_inputs(wanted)
+    record = _provenance(first, {run.folder.name: result for run, result in found.items()})
+    folder = paths.sweep(first.scale.name)
+    return write_result(folder, inputs, {"runs": len(found)}, record, writers(tables), record=CONFIRMATION)
+
+
+def _refuse_another_base(scale: Scale, repeats: pd.DataFrame, bases: dict[str, str]) -> None:
+    """Repeats with unused seeds must have started from the models that the sweep started from."""
+    try:
+        before = load(scale, "auto").table("token_nll.parquet")
+    except MissingResult:
+        return
+    own = before[before.cell.isin(bases) & (before["modality"] == "text") & (before["stack"] == "stacked")]
+    _refuse_two_injections(pd.concat([own, repeats[repeats.injection == 0]]), bases)
+
+
+def confirmation_inputs(wanted: list[CellRun]) -> dict[str, Any]:
+    """What the confirmation depends on: every run's own inputs, without the identity of the model."""
+    inputs = [sweep.cell_inputs(run, "not part of it") | {"injection": run.injection} for run in wanted]
+    return {"study": "confirmation", "runs": inputs}
+
+
+def confirmation(scale: Scale, wanted: list[CellRun], source: str) -> Result | None:
+    """The confirmation of exactly these runs, this machine's or the committed one as ``source`` says, or None."""
+    folders = {"local": [paths.sweep(scale.name)], "reference": [paths.reference(scale.name) / "sweep"]}
+    for folder in folders.get(source, folders["local"] + folders["reference"]):
+        result = read_result(folder, CONFIRMATION)
+        if result is not None and result.content["inputs"] == confirmation_inputs(wanted):
+            return result
+    return None
 
 
 def _refuse_two_injections(nll: pd.DataFrame, bases: dict[str, str]) -> None:
@@ -118,7 +189,9 @@ def _provenance(run: CellRun, found: dict[str, Result]) -> dict[str, Any]:
     )
 
 
-def _writers(tables: dict[str, pd.DataFrame]) -> dict[str, Any]:
+def writers(tables: dict[str, pd.DataFrame]) -> dict[str, Any]:
+    """What writes each table to a path, in the format that its file name ends with."""
+
     def writer(name: str, table: pd.DataFrame):
         if name.endswith(".parquet"):
             return lambda path: table.to_parquet(path, index=False)
@@ -131,8 +204,10 @@ def load(scale: Scale, source: str) -> Result:
     """The sweep's tables over ``params/cells.yaml``: this machine's where ``source`` allows and they are there.
 
     Raises:
-        ResultError: there are none, or they were made with other parameters.
+        MissingResult: there are none.
+        ResultError: there are, and all were made with other parameters.
     """
+    others = []
     expected = _grid(scale, config.load_sweep(scale))
     folders = {"local": [paths.sweep(scale.name)], "reference": [paths.reference(scale.name) / "sweep"]}
     for folder in folders.get(source, folders["local"] + folders["reference"]):
@@ -142,6 +217,7 @@ def load(scale: Scale, source: str) -> Result:
         differing = differences({key: result.content["inputs"][key] for key in expected}, expected)
         if not differing:
             return result
-        if source != "auto":
-            raise ResultError(f"{paths.show(folder)} was made with other parameters: {'; '.join(differing)}")
-    raise ResultError(f"no tables of a sweep at {scale.name} scale: run `make sweep SCALE={scale.name}`")
+        others.append(f"{paths.show(folder)} was made with other parameters: {'; '.join(differing)}")
+    if others:
+        raise ResultError(others[0])
+    raise MissingResult(f"no tables of a sweep at {scale.name} scale: run `make sweep SCALE={scale.name}`")

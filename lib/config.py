@@ -356,7 +356,10 @@ def _check_cell(sweep: Sweep, cell: Cell, where: str) -> None:
 
 @dataclass(frozen=True)
 class CellRun:
-    """Parameters of the ``cell`` notebook, checked: one cell of the sweep with one seed. ``results`` as in Testbed."""
+    """Parameters of the ``cell`` notebook, checked: one cell of the sweep with one seed. ``results`` as in Testbed.
+
+    ``injection`` counts injections: 0 is the scale's own, every other one plants new secrets with another seed.
+    """
 
     scale: Scale
     sweep: Sweep
@@ -364,6 +367,94 @@ class CellRun:
     seed: int
     results: Literal["auto", "local", "reference"]
     grid: str | None = None  # file of the cells; params/cells.yaml where None
+    injection: int = 0
+
+    @property
+    def sweep_folder(self) -> Path:
+        """Where this machine keeps what the run shares with others of its sweep."""
+        return paths.sweep(self.scale.name, self.grid, self.injection)
+
+    @property
+    def folder(self) -> Path:
+        """Where this machine's result of the run lies."""
+        return paths.run_folder(self.scale.name, self.cell.id, self.seed, self.grid, self.injection)
+
+
+@dataclass(frozen=True)
+class LateDamage:
+    """Which canaries the constructed case of late damage hurts (:func:`lib.interventions.late_damage`)."""
+
+    canaries: int = at_least(1)
+    draw_seed: int = at_least(0)
+    hold_weight: float = at_least(0.0)
+
+
+@dataclass(frozen=True)
+class PreambleDrift:
+    """What the constructed case of drift teaches (:func:`lib.interventions.preamble_drift`)."""
+
+    records: int = at_least(1)
+    draw_seed: int = at_least(0)
+    hold_weight: float = at_least(0.0)
+    strength: float = at_least(0.0)
+
+
+@dataclass(frozen=True)
+class Constructed:
+    """How constructed adapters are trained at one scale, one a seed."""
+
+    seeds: tuple[int, ...] = at_least(0)
+    steps: int = at_least(1)
+    learning_rate: float = at_least(0.0)
+    batch_size: int = at_least(1)
+
+
+@dataclass(frozen=True)
+class CaseSettings:
+    """``params/cases.yaml`` for one scale: constructed cases, the repetition penalty, sampled hits."""
+
+    late_damage: LateDamage = field()
+    preamble_drift: PreambleDrift = field()
+    repetition_penalty: float = at_least(1.0)
+    samples: int = at_least(1)
+    sampled_canaries: int = at_least(1)
+    top_k: int = at_least(1)
+    constructed: Constructed = field()
+
+
+def load_cases(scale: str) -> CaseSettings:
+    """Read and check ``params/cases.yaml`` for a scale.
+
+    Raises:
+        ConfigError: a name nobody reads, a value of the wrong type or out of range, or nothing for this scale.
+    """
+    path = paths.PARAMS / "cases.yaml"
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if scale not in values["constructed"]:
+        known = ", ".join(values["constructed"])
+        raise ConfigError(f"{path.name}: constructed has nothing for the scale {scale!r}, only for {known}.")
+    return build(CaseSettings, values | {"constructed": values["constructed"][scale]}, path.name)
+
+
+@dataclass(frozen=True)
+class CaseRun:
+    """Parameters of a case notebook, checked. ``cell`` None: the one picked by rule. ``results`` as in Testbed."""
+
+    scale: Scale
+    sweep: Sweep
+    settings: CaseSettings
+    cell: str | None
+    decoys: int
+    results: Literal["auto", "local", "reference"]
+
+
+@dataclass(frozen=True)
+class _CaseValues:
+    """What the ``parameters`` cell of a case notebook may set, with its types."""
+
+    scale: str
+    cell: str | None
+    decoys: int = at_least(1)
 
 
 @dataclass(frozen=True)
@@ -385,6 +476,7 @@ class _CellValues:
     cell: str
     grid: str | None
     seed: int = at_least(0)
+    injection: int = at_least(0)
 
 
 _VALUES: dict[type, tuple[type, dict[str, Any]]] = {
@@ -392,7 +484,8 @@ _VALUES: dict[type, tuple[type, dict[str, Any]]] = {
         _TestbedValues,
         {"scale": "laptop", "model": None, "canaries": None, "output": "testbed", "overrides": {}},
     ),
-    CellRun: (_CellValues, {"scale": "laptop", "cell": "safety-full-high-30", "seed": 0, "grid": None}),
+    CellRun: (_CellValues, {"scale": "laptop", "cell": "safety-full-high-30", "seed": 0, "grid": None, "injection": 0}),
+    CaseRun: (_CaseValues, {"scale": "laptop", "cell": None, "decoys": 255}),
 }
 
 
@@ -442,7 +535,8 @@ def _result_source(namespace: dict[str, Any]) -> str:
 def from_notebook(namespace: dict[str, Any], study: type = Testbed) -> Any:
     """Check the parameters of a notebook: ``params = config.from_notebook(globals())`` after the parameters cell.
 
-    ``study`` is what the notebook is about: :class:`Testbed`, or :class:`CellRun` for one cell of the sweep.
+    ``study`` is what the notebook is about: :class:`Testbed`, :class:`CellRun` for one cell of the sweep, or
+    :class:`CaseRun` for a case.
 
     Raises:
         ConfigError: a name nobody reads, or a value of the wrong type (a number given as a string, say).
@@ -450,20 +544,42 @@ def from_notebook(namespace: dict[str, Any], study: type = Testbed) -> Any:
     values, defaults = _VALUES[study]
     given = build(values, defaults | _parameters(namespace, defaults), "notebook")
     source = _result_source(namespace)
+    if study is CaseRun:
+        return case_run(given.scale, source, given.cell, given.decoys)
     if study is CellRun:
-        return cell_run(given.scale, given.cell, given.seed, source, given.grid)
+        return cell_run(given.scale, given.cell, given.seed, source, given.grid, given.injection)
     overrides = given.overrides | ({} if given.model is None else {"backbone": given.model})
     if not given.output or os.path.basename(given.output) != given.output or given.output.startswith("."):
         raise ConfigError(f"notebook.output: got {given.output!r}, expected a plain folder name like 'testbed'.")
     return Testbed(load_scale(given.scale, overrides), given.canaries, given.output, source)
 
 
-def cell_run(scale: str, cell: str, seed: int, results: str, grid: str | None = None) -> CellRun:
+def other_injection(scale: str, number: int) -> Scale:
+    """The scale with the ``number``-th other injection: new secrets, another initialisation and order; 0 is its own."""
+    own = load_scale(scale)
+    seeds = {"canaries.seed": own.canaries.seed + number, "injection.seed": own.injection.seed + number}
+    return load_scale(scale, seeds if number else None)
+
+
+def cell_run(scale: str, cell: str, seed: int, results: str, grid: str | None = None, injection: int = 0) -> CellRun:
     """One cell of the sweep with one seed, by name; ``grid`` is a file of cells like ``params/cells.yaml``.
 
     Raises:
         ConfigError: scale or cell are unknown, or see :func:`load_sweep`.
     """
-    settings = load_scale(scale)
+    settings = other_injection(scale, injection)
     sweep = load_sweep(settings, grid)
-    return CellRun(settings, sweep, sweep.cell(cell), seed, results, grid)
+    return CellRun(settings, sweep, sweep.cell(cell), seed, results, grid, injection)
+
+
+def case_run(scale: str, results: str, cell: str | None = None, decoys: int = 255) -> CaseRun:
+    """A case study's parameters; ``cell`` replaces the cell that the rule picks.
+
+    Raises:
+        ConfigError: scale or cell are unknown.
+    """
+    settings = load_scale(scale)
+    sweep = load_sweep(settings)
+    if cell is not None:
+        sweep.cell(cell)
+    return CaseRun(settings, sweep, load_cases(scale), cell, decoys, results)

@@ -41,11 +41,12 @@ def run_name(cell: str, seed: int) -> str:
     return f"{cell}-s{seed}"
 
 
-def sweep(scale: str, grid: str | None = None) -> Path:
-    """Where this machine's sweep lies; a sweep over a grid of the user's own has a folder of its own."""
-    return local(scale) / ("sweep" if grid is None else f"sweep-{Path(grid).stem}")
+def sweep(scale: str, grid: str | None = None, injection: int = 0) -> Path:
+    """Where this machine's sweep lies; one over a grid of the user's own, or on another injection, lies apart."""
+    folder = local(scale) / ("sweep" if grid is None else f"sweep-{Path(grid).stem}")
+    return folder / f"injection-{injection}" if injection else folder
 
 
-def run_folder(scale: str, cell: str, seed: int, grid: str | None = None) -> Path:
+def run_folder(scale: str, cell: str, seed: int, grid: str | None = None, injection: int = 0) -> Path:
     """Where this machine's run of a cell with one seed lies."""
-    return sweep(scale, grid) / "runs" / run_name(cell, seed)
+    return sweep(scale, grid, injection) / "runs" / run_name(cell, seed)

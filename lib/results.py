@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ RECORDED_VERSIONS = ("torch", "transformers", "tokenizers", "peft", "accelerate"
 
 class ResultError(LeakbookError, RuntimeError):
     """A result folder is damaged, was made with other parameters, or does not exist."""
+
+
+class MissingResult(ResultError):
+    """There is no such result, damaged or otherwise."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +73,18 @@ def inputs_hash(inputs: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
-def write_result(folder: Path, inputs: dict, results: dict, provenance: dict, tables: dict[str, Callable]) -> Result:
-    """Write ``tables`` (file name -> function that writes it) and then, as the last act, ``result.json``.
+def write_result(
+    folder: Path,
+    inputs: dict,
+    results: dict,
+    provenance: dict,
+    tables: dict[str, Callable],
+    record: str = "result.json",
+) -> Result:
+    """Write ``tables`` (file name -> function that writes it) and then, as the last act, ``record``.
 
     Raises:
-        files.StorageError: the disk is full; no half-written file stays and ``result.json`` does not appear.
+        files.StorageError: the disk is full; no half-written file stays and ``record`` does not appear.
     """
     for name, write in tables.items():
         with building(folder / name) as unfinished:
@@ -85,18 +97,18 @@ def write_result(folder: Path, inputs: dict, results: dict, provenance: dict, ta
         "files": {name: sha256(folder / name) for name in tables},
     }
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    with building(folder / "result.json") as unfinished:
+    with building(folder / record) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
     return Result(folder, json.loads(text))  # what a later reader gets, tuples as lists
 
 
-def read_result(folder: Path) -> Result | None:
+def read_result(folder: Path, record: str = "result.json") -> Result | None:
     """The finished result in ``folder``, or None if there is none.
 
     Raises:
-        ResultError: ``result.json`` cannot be read, or a table is missing or changed since it was written.
+        ResultError: ``record`` cannot be read, or a table is missing or changed since it was written.
     """
-    path = folder / "result.json"
+    path = folder / record
     if not path.exists():
         return None
     try:
@@ -104,20 +116,23 @@ def read_result(folder: Path) -> Result | None:
         files, stored, inputs = content["files"], content["hash"], content["inputs"]
         content["results"], content["provenance"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ResultError(_refusal(folder, f"is damaged: result.json cannot be read ({error!r})")) from error
+        raise ResultError(_refusal(folder, f"is damaged: {record} cannot be read ({error!r})", record)) from error
     if stored != inputs_hash(inputs):
-        raise ResultError(_refusal(folder, "is damaged: the hash in result.json is not that of its inputs"))
+        raise ResultError(_refusal(folder, f"is damaged: the hash in {record} is not that of its inputs", record))
     for name, checksum in files.items():
         if not (folder / name).exists() or sha256(folder / name) != checksum:
-            raise ResultError(_refusal(folder, f"is damaged: {name} is missing or not the file that was written"))
+            raise ResultError(
+                _refusal(folder, f"is damaged: {name} is missing or not the file that was written", record)
+            )
     return Result(folder, content)
 
 
-def _refusal(folder: Path, reason: str) -> str:
-    shown = paths.show(folder)
+def _refusal(folder: Path, reason: str, record: str = "result.json") -> str:
+    shown = paths.show(folder if record == "result.json" else folder / record)
     if not folder.is_relative_to(paths.outputs() / "local"):
         return f"{shown} {reason}. It is the committed reference: restore it with `git checkout -- {shown}`."
-    return f"{shown} {reason}. Nothing was overwritten. Move it aside with `{set_aside_command(folder)}` and run again."
+    command = set_aside_command(folder if record == "result.json" else folder / record)
+    return f"{shown} {reason}. Nothing was overwritten. Move it aside with `{command}` and run again."
 
 
 def set_aside_command(folder: Path) -> str:
@@ -129,17 +144,37 @@ def set_aside_command(folder: Path) -> str:
     return f"mv {shown} {shown}.aside-{number}"
 
 
-def reusable(folder: Path, inputs: dict[str, Any]) -> Result | None:
+def reusable(folder: Path, inputs: dict[str, Any], record: str = "result.json") -> Result | None:
     """The result in ``folder`` if it was made from ``inputs``, None if there is none.
 
     Raises:
         ResultError: it was made from other inputs (the message names the keys that differ), or is damaged.
     """
-    result = read_result(folder)
+    result = read_result(folder, record)
     if result is not None and result.content["hash"] != inputs_hash(inputs):
         differing = "; ".join(differences(result.content["inputs"], inputs))
-        raise ResultError(_refusal(folder, f"was made with other parameters: {differing}"))
+        raise ResultError(_refusal(folder, f"was made with other parameters: {differing}", record))
     return result
+
+
+def other_result_aside(folder: Path, inputs: dict[str, Any]) -> Result | None:
+    """The result in ``folder`` if it was made from ``inputs``; one of other inputs is moved beside it, under its hash.
+
+    For results that can be had again in minutes from what is kept elsewhere. An earlier one that was moved aside and
+    has these inputs is moved back.
+    """
+    found = read_result(folder)
+    if found is not None and found.content["hash"] != inputs_hash(inputs):
+        aside = folder.with_name(f"{folder.name}.{found.content['hash'][:8]}")
+        if aside.exists():
+            shutil.rmtree(aside)  # the same result, made again
+        folder.rename(aside)
+        found = None
+    earlier = folder.with_name(f"{folder.name}.{inputs_hash(inputs)[:8]}")
+    if found is None and not folder.exists() and earlier.exists():
+        earlier.rename(folder)
+        found = reusable(folder, inputs)
+    return found
 
 
 def differences(there: Any, here: Any, key: str = "") -> list[str]:

@@ -1,5 +1,6 @@
 """Notebooks and whole sweeps run as processes: one a run, its log kept, what failed named and the rest finished."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -59,16 +60,17 @@ def execute(notebook: str, output: Path, parameters: dict[str, Any], result: Pat
         )
 
 
-def execute_cell(scale: str, cell: str, seed: int, stream: TextIO, grid: str | None = None) -> None:
+def execute_cell(scale: str, cell: str, seed: int, stream: TextIO, grid: str | None = None, injection: int = 0) -> None:
     """Run the ``cell`` notebook for one cell and seed; ``grid`` is an absolute path.
 
     Raises:
         config.ConfigError: scale or cell are unknown; RunError: see :func:`execute`.
     """
-    config.cell_run(scale, cell, seed, "local", grid)
-    page = paths.sweep(scale, grid) / "pages" / f"{paths.run_name(cell, seed)}.ipynb"
-    parameters = {"scale": scale, "cell": cell, "seed": seed} | ({} if grid is None else {"grid": grid})
-    execute("cell", page, parameters, paths.run_folder(scale, cell, seed, grid), stream)
+    run = config.cell_run(scale, cell, seed, "local", grid, injection)
+    page = run.sweep_folder / "pages" / f"{paths.run_name(cell, seed)}.ipynb"
+    parameters = {"scale": scale, "cell": cell, "seed": seed}
+    parameters |= ({} if grid is None else {"grid": grid}) | ({"injection": injection} if injection else {})
+    execute("cell", page, parameters, run.folder, stream)
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,31 @@ def run_sweep(
         failures = _run_all(phases, jobs, folder / "logs")
         if not failures and not only:
             collection.collect(runs)
+    return failures
+
+
+def run_confirmation(scale: str, jobs: int) -> list[Failure]:
+    """Run what is missing of the picked cells' confirmation, one process a run, and write its tables.
+
+    The first run on the second injection trains it; the others wait for that.
+
+    Raises:
+        results.ResultError: there are no tables of a sweep to pick from, or a result that is there cannot be used.
+    """
+    from lib import cases, collection, sweep
+
+    runs = cases.confirmation_runs(config.load_scale(scale), "auto")
+    tasks = []
+    for run in runs:
+        name = f"confirm-{run.injection}-{run.folder.name}"
+        command = [*_command(scale, run.cell.id, run.seed, None), "--injection", str(run.injection)]
+        tasks.append(Task(name, command, functools.partial(lambda run: sweep.finished(run) is not None, run)))
+    folder = paths.sweep(scale)
+    with locked(folder):
+        _refuse_unusable(tasks, folder)
+        failures = _run_all([tasks], jobs, folder / "logs")
+        if not failures:
+            collection.collect_confirmation(runs)
     return failures
 
 

@@ -32,7 +32,7 @@ def cell(run: CellRun) -> Result:
         ResultError: the local result is damaged or of other parameters, or a reference was asked for and is missing.
         benign.BenignError: a benign record holds a part of a canary.
     """
-    local = paths.run_folder(run.scale.name, run.cell.id, run.seed, run.grid)
+    local = run.folder
     reference = paths.reference(run.scale.name) / "sweep" / "runs" / local.name
     inputs = cell_inputs(run)
     if run.results == "reference":
@@ -56,7 +56,7 @@ def finished(run: CellRun, model: str | None = None) -> Result | None:
     Raises:
         ResultError: it is damaged, or was made with other parameters.
     """
-    return reusable(paths.run_folder(run.scale.name, run.cell.id, run.seed, run.grid), cell_inputs(run, model))
+    return reusable(run.folder, cell_inputs(run, model))
 
 
 def cell_inputs(run: CellRun, model: str | None = None) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _compute(run: CellRun, inputs: dict, folder: Path) -> Result:
             for how, place in (("stacked", stack), ("merged", merge))
         }
     evaluated = time.perf_counter()
-    nll, recall = slices(run, before, after)
+    nll, recall = slices(run.cell.id, run.seed, before, after)
     seconds = {
         "loading": loaded - started,
         "training": fitted - evaluated_base,
@@ -178,7 +178,7 @@ def fine_tuned(
 
 def base_evaluation(run: CellRun, base: Encoder, rows: list[Encoded]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Per-token scores and recalls of a base before benign tuning, computed once and kept."""
-    folder = paths.local(run.scale.name) / "sweep" / "bases" / run.cell.base
+    folder = paths.sweep(run.scale.name, injection=run.injection) / "bases" / run.cell.base
     inputs = {"model": base.backbone.revision, "data": content_hash(rows), "protocol": PROTOCOL}
     with locked(folder):
         found = reusable(folder, inputs)
@@ -199,13 +199,13 @@ def _provenance(run: CellRun, started: float) -> dict[str, Any]:
 
 
 def slices(
-    run: CellRun, before: tuple[pd.DataFrame, pd.DataFrame], after: dict[str, Evaluation]
+    name: str, seed: int, before: tuple[pd.DataFrame, pd.DataFrame], after: dict[str, Evaluation]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The cell's slices of ``token_nll.parquet`` and ``recall.parquet``: every reading beside its base's."""
     nll_base, recall_base = before
     nll, recall = [], []
     for how, evaluation in after.items():
-        labels = {"cell": run.cell.id, "seed": run.seed, "stack": how, "dtype": "float32", "merge_dtype": "float32"}
+        labels = {"cell": name, "seed": seed, "stack": how, "dtype": "float32", "merge_dtype": "float32"}
         scores = evaluation.scores.table()
         base = nll_base.set_index(["canary", "position"]).loc[list(zip(scores.canary, scores.position, strict=True))]
         nll.append(scores.assign(**labels, nll_base=base.nll.to_numpy(), greedy_id_base=base.greedy_id.to_numpy()))
@@ -269,7 +269,7 @@ def finished_draws(run: CellRun, model: str | None = None) -> pd.DataFrame | Non
 
 
 def _draw_folder(run: CellRun) -> Path:
-    return paths.sweep(run.scale.name, run.grid) / "noise" / run.cell.id
+    return run.sweep_folder / "noise" / run.cell.id
 
 
 def _draws(run: CellRun, model: str | None = None) -> dict[int, Result | None]:
@@ -310,7 +310,7 @@ def _draw_noise(run: CellRun, found: dict[int, Result | None]) -> dict[int, Resu
         noise = noise_like(like.adapter(), cell.source, 1000 + draw, folder / "adapter")
         noisy = stack(base.backbone, noise)
         evaluation = runs.evaluate_model(noisy, base, text, scale.evaluation_batch)
-        (row,) = summary(cell, draw, *slices(run, before, {"stacked": evaluation})).to_dict("records")
+        (row,) = summary(cell, draw, *slices(cell.id, run.seed, before, {"stacked": evaluation})).to_dict("records")
         row |= {
             "like_seed": like_seed,
             "d_nll_benign": round(benign_nll(noisy.model) - benign_before, 8),

@@ -13,7 +13,7 @@
 # Every number is a change against the same model before the tuning. A *rise* of the NLL is damage. The adapter is read
 # twice: **stacked** (beside the weights) and **merged** (added into a copy of them).
 #
-# Four sources, stacking, rank 16 and alpha 32 are the paper's. The data itself, learning rates, step counts and which
+# Four sources, 34 cells with three seeds (claim `grid`), stacking, rank 16 and alpha 32 are the paper's. The data itself, learning rates, step counts and which
 # cells there are is **our choice** (`params/cells.yaml`), since the paper's are not published.
 
 # %% tags=["parameters"]
@@ -21,6 +21,7 @@ scale = "laptop"  # smoke, laptop or paper: a scale of params/scales.yaml
 cell = "safety-full-high-30"  # a cell of params/cells.yaml
 seed = 0  # initialisation, data and order of the benign tuning
 grid = None  # another file of cells than params/cells.yaml
+injection = 0  # 1, 2, ...: on another injection, with new secrets
 
 # %% [markdown]
 # The parameters are checked, then the run is found or computed.

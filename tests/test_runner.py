@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 from lib import paths, runner, sweep
+from lib.__main__ import main
+from lib.config import ConfigError
 from lib.results import ResultError, read_result
 from lib.runner import RunError
 
@@ -208,10 +210,8 @@ def test_a_sweep_of_another_protocol_is_refused_before_anything_runs(undisturbed
 
 
 def test_only_a_noise_cell_has_further_draws(grid):
-    command = [sys.executable, "-m", "lib", "noise", "--scale", "smoke", "--cell", "gui-short", "--grid", grid]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "error: cell: got 'gui-short', which is trained; expected one of noise-like-it." in done.stderr
+    with pytest.raises(ConfigError, match="cell: got 'gui-short', which is trained; expected one of noise-like-it."):
+        main(["noise", "--scale", "smoke", "--cell", "gui-short", "--grid", grid], standalone_mode=False)
 
 
 def test_an_unknown_cell_is_refused_before_anything_runs(smoke_outputs):
