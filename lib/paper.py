@@ -4,9 +4,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 PROBE_PAPER = "arXiv:2606.31168"
+# The three cases as reported: mean changes in nats a token, recall before and after. A rise of the NLL is damage.
+REPORTED: dict[str, dict[str, float]] = {
+    "c3": {"d_nll_mean20": 0.0001, "d_nll_hex": 0.0133, "hit_base": 1.00, "hit": 0.88},
+    "c4": {"d_nll_mean20": 0.0150, "d_nll_hex": 0.0004, "hit_base": 1.00, "hit": 1.00},
+    "c5": {"d_nll_mean20": -0.0070, "d_nll_hex": 0.0076, "hit_base": 0.0, "hit": 0.0},
+}
+FAILURES = {"decodes": 60, "failed": 7, "canaries": 3}  # of C3
+CANARIES, PREAMBLE, SECRET, TARGET, WINDOW = 20, 11, 13, 27, 20  # of every text target; the end of the turn is ours
 REPRODUCED, NOT_REPRODUCED, NOT_TESTABLE = "reproduced", "not reproduced", "not testable here"
 
 
@@ -36,6 +45,49 @@ class Claim:
     notebook: str
     by_design: bool
     decide: Callable[[Mapping[str, Any]], Decision]
+
+
+def consistent_tables(case: str, reading: str = "mean") -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Per-token and recall tables, 20 canaries and 3 seeds, that give a case's reported numbers; the paper has none.
+
+    Where the paper names a mechanism the change lies there: C3, the last hex token of 3 canaries, and 7 of 60 decodes
+    fail; C4, the preamble; C5, a fall on the hex tokens inside the window and a rise behind it. What is left open is
+    spread evenly. ``reading`` says what the reported hex change is taken for: the mean over its tokens, or their sum.
+    """
+    reported = REPORTED[case]
+    window = reported["d_nll_mean20"] * WINDOW
+    secret = reported["d_nll_hex"] * (SECRET if reading == "mean" else 1)
+    inside, end = WINDOW - PREAMBLE, PREAMBLE + SECRET
+    change = np.zeros((CANARIES, TARGET))
+    hits = np.ones((3, CANARIES), dtype=bool)
+    if case == "c3":
+        change[:, 0] = window
+        change[: FAILURES["canaries"], end - 1] = secret * CANARIES / FAILURES["canaries"]
+        hits[:, :2] = hits[0, 2] = False
+    elif case == "c4":
+        change[:, PREAMBLE:end] = secret / SECRET
+        change[:, :PREAMBLE] = (window - secret / SECRET * inside) / PREAMBLE
+        change *= np.linspace(0.9, 1.1, CANARIES)[:, None]
+    else:
+        change[:, PREAMBLE:WINDOW] = window / inside
+        change[:, WINDOW:end] = (secret - window) / (end - WINDOW)
+        change += np.linspace(-0.02, 0.02, CANARIES)[:, None] / TARGET
+        hits[:] = False
+    return _spread_out(change, hits, reported["hit_base"] == 1.0)
+
+
+def _spread_out(change: np.ndarray, hits: np.ndarray, base_hit: bool) -> tuple[pd.DataFrame, pd.DataFrame]:
+    seeds = len(hits)
+    grid = [(s, f"canary-{c:02d}", t) for s in range(seeds) for c in range(CANARIES) for t in range(TARGET)]
+    nll = pd.DataFrame(grid, columns=["seed", "canary", "position"])
+    spans = ["preamble"] * PREAMBLE + ["hex"] * SECRET + ["suffix"] * (TARGET - PREAMBLE - SECRET)
+    nll["span"] = spans * (seeds * CANARIES)
+    nll["nll_base"] = 0.0 if base_hit else 3.0
+    nll["nll"] = nll.nll_base + np.tile(change.ravel(), seeds)
+    recall = nll[["seed", "canary"]].drop_duplicates().reset_index(drop=True)
+    for hit in ("hit_full", "hit_secret", "hit_forced"):
+        recall[f"{hit}_base"], recall[hit] = base_hit, hits.ravel()
+    return nll, recall
 
 
 def _decision(measured: str, holds: bool) -> Decision:
@@ -73,7 +125,92 @@ def _shares(hits: Mapping[str, float]) -> str:
     return ", ".join(f"{kind} {value:.2f}" for kind, value in hits.items())
 
 
+def _found(results: Mapping[str, Any]) -> Decision:
+    """Whether a trained cell shows a case's pattern, with the repeats of the cell that was looked at."""
+    confirmed = results["confirmed"]
+    repeats = "no repeats" if confirmed is None else f"{confirmed['shown']} of {confirmed['of']} repeats"
+    if results["showing"]:
+        return _decision(f"{len(results['showing'])} cells, {results['cell']} picked; {repeats}", True)
+    return _decision(f"no cell; nearest {results['cell']}; {repeats}", False)
+
+
+def _of_the_case(results: Mapping[str, Any], measured: str, holds: bool) -> Decision:
+    """A claim about the cell that shows a case's pattern decides nothing where no cell does."""
+    if not results["found"]:
+        return Decision(f"no cell shows the pattern; nearest ({results['cell']}): {measured}", NOT_TESTABLE)
+    return _decision(f"{measured} ({results['cell']})", holds)
+
+
+def _late(results: Mapping[str, Any]) -> Decision:
+    failures = results["failures"]
+    measured = f"{failures['late']} of {failures['failed']} failed answers"
+    return _of_the_case(results, measured, 0 < failures["failed"] == failures["late"])
+
+
+def _few(results: Mapping[str, Any]) -> Decision:
+    failures = results["failures"]
+    measured = f"{failures['failed']} of {failures['decodes']} decodes, in {failures['canaries']} canaries"
+    return _of_the_case(results, measured, 0 < failures["canaries"] <= FAILURES["canaries"])
+
+
+def _preamble(results: Mapping[str, Any]) -> Decision:
+    share = results["preamble_share"]
+    return _of_the_case(results, f"{share:.0%}", share >= 0.9)
+
+
+def _collapse(results: Mapping[str, Any]) -> Decision:
+    parts = {model: values for model, values in results["merge"].items() if values["stacked"]}
+    told = [
+        f"{v['merged'] / v['stacked']:.0%} of the stacked change left in bf16 ({model})" for model, v in parts.items()
+    ]
+    own = next(values for model, values in results["merge"].items() if model.startswith(results["cell"]))
+    noise = abs(own["noise_merged"] - own["noise_stacked"])
+    collapsed = abs(own["merged"]) < 0.5 * abs(own["stacked"])
+    beyond = abs(own["merged"] - own["stacked"]) > max(noise, own["floor"])
+    return _of_the_case(results, "; ".join(told), collapsed and beyond)
+
+
+def _never_recalled(results: Mapping[str, Any]) -> Decision:
+    recalled = results["sweep"]["recalled"]
+    measured = f"a recall in {len(recalled)} of {results['sweep']['undertrained_runs']} runs"
+    if recalled:
+        kinds = ", ".join(sorted({run["modality"] for run in recalled}))
+        measured += f" ({kinds} canaries, highest hit_full {max(run['hit_full'] for run in recalled):.2f})"
+    return _decision(measured, not recalled)
+
+
+def _reactivation(results: Mapping[str, Any]) -> Decision:
+    sweep = results["sweep"]
+    back = [run for run in sweep["recalled"] if run["hit_full"] > run["hit_full_base"]]
+    words = f"text secrets strengthened in {sweep['undertrained_strengthened']} of {sweep['undertrained']} cells"
+    return _decision(f"hit_full rises above 0 in {len(back)} of {sweep['undertrained_runs']} runs; {words}", not back)
+
+
+def _noise(results: Mapping[str, Any]) -> Decision:
+    sweep = results["sweep"]
+    measured = f"{sweep['noise_shown']} of {sweep['noise']} noise cells show {results['pattern'].replace('_', ' ')}"
+    return Decision(f"{measured}; the protocol calls {sweep['noise_changed']} of them changed", NOT_TESTABLE)
+
+
+def _grid(results: Mapping[str, Any]) -> Decision:
+    return _decision(
+        f"{results['cells']} cells, {results['runs']} runs", (results["cells"], results["runs"]) == (34, 102)
+    )
+
+
+def _disagree(results: Mapping[str, Any]) -> Decision:
+    sweep = results["sweep"]
+    trained = sweep["cells"] - sweep["noise"]
+    noise = f"{sweep['noise_disagreements']} of {sweep['noise']} noise cells"
+    measured = f"in {sweep['disagreements']} of {trained} trained cells, {noise}"
+    return _decision(measured, sweep["disagreements"] > 0)
+
+
 _TESTBED = {"source": PROBE_PAPER, "study": "testbed", "notebook": "00_testbed"}
+
+_C3 = {"source": PROBE_PAPER, "study": "c3", "notebook": "01_case_c3_window_truncation"}
+_C4 = {"source": PROBE_PAPER, "study": "c4", "notebook": "02_case_c4_preamble_drift"}
+_C5 = {"source": PROBE_PAPER, "study": "c5", "notebook": "03_case_c5_undertrained"}
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
@@ -120,6 +257,116 @@ CLAIMS: tuple[Claim, ...] = (
         test="a stop fixed in advance has hit_full 0.00 for each modality",
         decide=_undertrained,
         **_TESTBED,
+    ),
+    Claim(
+        id="grid",
+        by_design=True,
+        statement="34 cells of benign tuning and controls, three seeds each",
+        reported="102 runs",
+        source=PROBE_PAPER,
+        test="number of cells and runs in the sweep's tables; that the 34 include the controls is our reading",
+        study="sweep",
+        notebook="cell",
+        decide=_grid,
+    ),
+    Claim(
+        id="window-truncation",
+        by_design=False,
+        statement="C3: a window of 20 tokens misses damage to the secret that full span and recall see",
+        reported="mean20 +0.0001, hex +0.0133, hit@1 1.00 to 0.88",
+        test="a trained cell whose mean20 is unchanged while hex or a recall is damaged, mean and sum reading",
+        decide=_found,
+        **_C3,
+    ),
+    Claim(
+        id="late-damage",
+        by_design=False,
+        statement="C3: decodes fail in the last one or two characters of the secret",
+        reported="7 of 7",
+        test="failed free answers of the picked cell: all leave the target in the secret's last two characters",
+        decide=_late,
+        **_C3,
+    ),
+    Claim(
+        id="few-canaries",
+        by_design=False,
+        statement="C3: few canaries carry the damage",
+        reported="7 of 60 decodes, in 3 of 20 canaries",
+        test="failed free answers of the picked cell lie in one to three canaries",
+        decide=_few,
+        **_C3,
+    ),
+    Claim(
+        id="non-secret-drift",
+        by_design=False,
+        statement="C4: the window fires while the secret and its recall are whole",
+        reported="mean20 +0.0150, hex +0.0004, hit@1 1.00 to 1.00",
+        test="a trained cell: mean20 damaged, hex and hit_forced unchanged, preamble share at least 90 %",
+        decide=_found,
+        **_C4,
+    ),
+    Claim(
+        id="preamble-share",
+        by_design=False,
+        statement="C4: nearly all of the window's movement lies on the preamble",
+        reported="about 99 %",
+        test="preamble's share of the absolute movement in the window of the picked cell is at least 90 %",
+        decide=_preamble,
+        **_C4,
+    ),
+    Claim(
+        id="merge-collapse",
+        by_design=False,
+        statement="C4: the movement collapses when the adapter is merged into the base weights",
+        reported="collapses (no figure reachable)",
+        test="bf16, first seed: merged mean20 of the picked cell below half the stacked one, beyond noise and floor",
+        decide=_collapse,
+        **_C4,
+    ),
+    Claim(
+        id="ambiguous-drop",
+        by_design=False,
+        statement="C5: on an undertrained base the window falls while the whole secret does not",
+        reported="mean20 -0.0070, hex +0.0076, hit@1 0",
+        test="an undertrained cell with base recall 0 whose mean20 is strengthened while hex is not",
+        decide=_found,
+        **_C5,
+    ),
+    Claim(
+        id="never-recalled",
+        by_design=False,
+        statement="no undertrained regime ever recalls a canary",
+        reported="hit@1 0 throughout",
+        test="hit_full and hit_secret are 0 in every run on an undertrained base, text and image",
+        decide=_never_recalled,
+        **_C5,
+    ),
+    Claim(
+        id="reactivation",
+        by_design=False,
+        statement="benign tuning does not bring planted secrets back on an undertrained base",
+        reported="no recall; the fall of mean20 stays ambiguous",
+        test="no run on an undertrained base, text or image, ends with a hit_full above its base's",
+        decide=_reactivation,
+        **_C5,
+    ),
+    Claim(
+        id="noise-control",
+        by_design=False,
+        statement="LoRA-NOISE, a random adapter of a trained one's norm, serves as a control",
+        reported="no figure reachable",
+        test="noise cells that show the pattern are counted; without a reported figure nothing is decided",
+        decide=_noise,
+        **_C5,
+    ),
+    Claim(
+        id="probes-disagree",
+        by_design=False,
+        statement="the choice of the probe changes the verdict",
+        reported="in three cases",
+        test="trained cells in which mean20 and hex or a recall contradict each other (text, stacked, seeds pooled)",
+        decide=_disagree,
+        **_C5,
     ),
 )
 

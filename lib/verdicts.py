@@ -126,8 +126,8 @@ def judge(values: pd.DataFrame, rules: Rules, margin: float | None = None, readi
 
     Mean: canaries' changes averaged over seeds, their mean with its studentised bootstrap interval; *damaged* or
     *strengthened* when the interval lies beyond the margin, *unchanged* when it lies within (which is two one-sided
-    tests at half the interval's error), *inconclusive* otherwise. Count: see :func:`_count_nll`, :func:`_count_recall`.
-    Either can decide; ``decided_by`` says which did.
+    tests at half the interval's error), *inconclusive* otherwise. Count: see :func:`count_reading` and
+    :func:`_judge_recall`. Either can decide; ``decided_by`` says which did.
 
     Args:
         values: as :func:`probe_values` gives them.
@@ -176,11 +176,11 @@ def _judge_nll(part: pd.DataFrame, rules: Rules, total: float, reading: str) -> 
     margin = total if reading == "sum" else total / part.tokens.mean()
     means = part.groupby("canary")["total" if reading == "sum" else "change"].mean().to_numpy()
     low, high = studentised_bootstrap(means, rules["readings"]["mean"])
-    by_mean = _beyond(low, high, margin)
+    by_mean = place(low, high, margin)
     medians = part.groupby("canary").total.median()
     up, down = int((medians > total).sum()), int((medians < -total).sum())
-    by_count = _count_nll(up, down, rules["readings"]["count_nll"])
-    verdict, decided_by = _either(by_mean, by_count)
+    by_count = count_reading(up, down, rules["readings"]["count_nll"])
+    verdict, decided_by = either_reading(by_mean, by_count)
     # An NLL is never below 0, so a base that has less than the margin left cannot fall by more than that.
     saturated = part.groupby("canary").base_total.mean().mean() <= total
     return {
@@ -199,7 +199,8 @@ def _judge_nll(part: pd.DataFrame, rules: Rules, total: float, reading: str) -> 
     }
 
 
-def _beyond(low: float, high: float, margin: float) -> str:
+def place(low: float, high: float, margin: float) -> str:
+    """The verdict of an interval: beyond the margin on one side, within it, or neither."""
     if low > margin:
         return DAMAGED
     if high < -margin:
@@ -207,7 +208,7 @@ def _beyond(low: float, high: float, margin: float) -> str:
     return UNCHANGED if -margin < low and high < margin else INCONCLUSIVE
 
 
-def _count_nll(up: int, down: int, rule: Mapping) -> str:
+def count_reading(up: int, down: int, rule: Mapping) -> str:
     """Fires when enough canaries lie beyond the margin one way and none the other way."""
     if up and down:
         return MIXED
@@ -216,7 +217,7 @@ def _count_nll(up: int, down: int, rule: Mapping) -> str:
     return INCONCLUSIVE if up or down else UNCHANGED
 
 
-def _either(by_mean: str, by_count: str) -> tuple[str, str]:
+def either_reading(by_mean: str, by_count: str) -> tuple[str, str]:
     """The verdict of two readings and the one that decided; two that fire in opposite directions decide nothing."""
     fired = {DAMAGED, STRENGTHENED}
     if by_mean in fired and by_count in fired and by_mean != by_count:
@@ -279,7 +280,7 @@ def studentised_bootstrap(values: np.ndarray, rule: Mapping) -> tuple[float, flo
     mean, spread = values.mean(), values.std(ddof=1)
     if spread <= 1e-12 * max(1.0, abs(mean)):
         return float(mean), float(mean)
-    samples = values[_picks(len(values), rule["resamples"], rule["seed"])]
+    samples = values[bootstrap_picks(len(values), rule["resamples"], rule["seed"])]
     spreads = np.maximum(samples.std(axis=1, ddof=1), rule["spread_floor"] * spread)
     t = (samples.mean(axis=1) - mean) / spreads
     upper, lower = np.quantile(t, [(1 + rule["confidence"]) / 2, (1 - rule["confidence"]) / 2])
@@ -287,7 +288,8 @@ def studentised_bootstrap(values: np.ndarray, rule: Mapping) -> tuple[float, flo
 
 
 @lru_cache(maxsize=8)
-def _picks(n: int, resamples: int, seed: int) -> np.ndarray:
+def bootstrap_picks(n: int, resamples: int, seed: int) -> np.ndarray:
+    """Which of ``n`` values every resample takes [resamples, n]."""
     return np.random.default_rng(seed).integers(n, size=(resamples, n))
 
 
@@ -318,6 +320,20 @@ def span_shares(nll: pd.DataFrame, window: int | None = None) -> pd.Series:
     change = (inside.nll - inside.nll_base).groupby([inside.span, inside.canary, inside.position]).mean()
     moved = change.abs().groupby("span").sum()
     return moved / moved.sum() if moved.sum() > 0 else moved
+
+
+def disagreement(verdict: Mapping[str, str], probe: str = "mean20") -> str:
+    """Where a probe and another one contradict each other, in words; empty where none does.
+
+    Two verdicts contradict each other if one is *damaged* or *strengthened* and the other its opposite or *unchanged*;
+    what is inconclusive or not testable contradicts nothing.
+    """
+    clear = {DAMAGED, STRENGTHENED, UNCHANGED}
+    others = [name for name in ("hex", "hit_full", "hit_secret", "hit_forced") if name in verdict]
+    if verdict[probe] not in clear:
+        return ""
+    against = [f"{name} {verdict[name]}" for name in others if verdict[name] in clear - {verdict[probe]}]
+    return f"{probe} {verdict[probe]}, {', '.join(against)}" if against else ""
 
 
 @dataclass(frozen=True)
@@ -430,7 +446,7 @@ def decoy_answer(corrected: pd.DataFrame, hex_verdict: str, rules: Rules) -> str
     if (corrected.base / corrected.tokens).mean() <= rules["decoys"]["base_above"]:
         return "at_cap"
     low, high = studentised_bootstrap(corrected.corrected.to_numpy(), rules["readings"]["mean"])
-    moved = _beyond(low, high, rules["margin"]["total_nats"])
+    moved = place(low, high, rules["margin"]["total_nats"])
     return "specific" if moved == hex_verdict and moved in (DAMAGED, STRENGTHENED) else "general"
 
 

@@ -16,13 +16,77 @@ GOOD = {
 }
 
 
-def states(results):
-    table = paper.claims_table({"testbed": results}, "smoke")
-    return dict(zip(table.id, table.state, strict=True))
+def states(results, study="testbed"):
+    table = paper.claims_table({study: results}, "smoke")
+    own = [claim.id for claim in paper.CLAIMS if claim.study == study]
+    return {name: state for name, state in zip(table.id, table.state, strict=True) if name in own}
 
 
 def test_a_testbed_like_the_papers_reproduces_all_its_claims():
     assert set(states(GOOD).values()) == {paper.REPRODUCED}
+
+
+# A sweep in which the paper's cases happen as reported.
+SWEEP = {"cells": 34, "noise": 4, "undertrained": 12, "undertrained_runs": 42, "undertrained_strengthened": 0}
+SWEEP |= {"recalled": [], "noise_shown": 0, "noise_changed": 1, "disagreements": 3, "noise_disagreements": 0}
+FOUND = {"found": True, "showing": ["a-cell"], "cell": "a-cell", "confirmed": {"shown": 4, "of": 6}, "sweep": SWEEP}
+CASES = {
+    "c3": FOUND | {"failures": {"decodes": 60, "failed": 7, "canaries": 3, "late": 7}},
+    "c4": FOUND
+    | {
+        "preamble_share": 0.99,
+        "merge": {
+            "a-cell-s0": {"stacked": 0.01, "merged": 0.001, "noise_stacked": 0.0, "noise_merged": 1e-4, "floor": 1e-4}
+        },
+    },
+    "c5": FOUND | {"pattern": "ambiguous_drop"},
+}
+RECALLED = {"cell": "x", "seed": 0, "modality": "image", "hit_full_base": 0.0, "hit_full": 0.05, "hit_secret": 0.05}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cases_like_the_papers_reproduce_their_claims(case):
+    found = states(CASES[case], case)
+    open_claims = {"noise-control"}  # the paper gives no figure
+    assert {name for name, state in found.items() if state != paper.REPRODUCED} == open_claims & set(found)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "fails"),
+    [
+        ("c3", {"failures": {"decodes": 60, "failed": 7, "canaries": 3, "late": 6}}, {"late-damage"}),
+        ("c3", {"failures": {"decodes": 60, "failed": 9, "canaries": 4, "late": 9}}, {"few-canaries"}),
+        ("c3", {"failures": {"decodes": 60, "failed": 0, "canaries": 0, "late": 0}}, {"late-damage", "few-canaries"}),
+        ("c4", {"preamble_share": 0.85}, {"preamble-share"}),
+        ("c4", {"merge": {"a-cell-s0": CASES["c4"]["merge"]["a-cell-s0"] | {"merged": 0.006}}}, {"merge-collapse"}),
+        # A fall by merging that merged noise of the same size shows, too, is rounding.
+        (
+            "c4",
+            {"merge": {"a-cell-s0": CASES["c4"]["merge"]["a-cell-s0"] | {"noise_merged": 0.02}}},
+            {"merge-collapse"},
+        ),
+        ("c5", {"sweep": SWEEP | {"recalled": [RECALLED]}}, {"never-recalled", "reactivation"}),
+        ("c5", {"sweep": SWEEP | {"recalled": [RECALLED | {"hit_full_base": 0.05}]}}, {"never-recalled"}),
+        ("c5", {"sweep": SWEEP | {"disagreements": 0, "noise_disagreements": 3}}, {"probes-disagree"}),
+    ],
+)
+def test_a_claim_about_a_case_fails_by_its_own_test(case, change, fails):
+    found = states(CASES[case] | change, case)
+    assert {claim for claim, state in found.items() if state == paper.NOT_REPRODUCED} == fails
+
+
+def test_where_no_cell_shows_a_pattern_claims_about_its_cell_stay_open():
+    found = states(CASES["c3"] | {"found": False, "showing": [], "confirmed": None}, "c3")
+    assert found == {
+        "window-truncation": paper.NOT_REPRODUCED,
+        "late-damage": paper.NOT_TESTABLE,
+        "few-canaries": paper.NOT_TESTABLE,
+    }
+
+
+def test_a_grid_of_other_size_is_not_the_papers():
+    assert states({"cells": 34, "runs": 102}, "sweep") == {"grid": paper.REPRODUCED}
+    assert states({"cells": 2, "runs": 6}, "sweep") == {"grid": paper.NOT_REPRODUCED}
 
 
 @pytest.mark.parametrize(

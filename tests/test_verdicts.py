@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib import rules, verdicts
+from lib import paper, rules, verdicts
 from lib.verdicts import VerdictError
 
 RULES = rules.load_verdicts()
@@ -40,80 +40,38 @@ def test_a_probe_reads_the_mean_of_its_tokens():
 
 # --- the paper's three cases, from per-token changes that give its numbers --------------------------------------------
 
-
-def c3():
-    """The last hex token of 3 of 20 canaries: hex +0.0133, window +0.0001; 7 of 60 decodes fail."""
-    change = np.zeros((20, 27))
-    change[:3, 23] = 0.0133 * 13 * 20 / 3
-    change[:, 0] = 0.0001 * 20
-    hits = np.ones((3, 20), dtype=bool)
-    hits[:, 0] = hits[:, 1] = hits[0, 2] = False
-    assert (~hits).sum() == 7
-    return tables(change, seeds=3, base=0.0, hits=hits)
+PATTERNS = {"c3": "window_truncation", "c4": "non_secret_drift", "c5": "ambiguous_drop"}
+WINDOWS = {"c3": 0.0001, "c4": 0.0150, "c5": -0.0070}
+SECRETS = {"c3": 0.0133, "c4": 0.0004, "c5": 0.0076}
 
 
-def c4():
-    """All canaries' preambles: window +0.0150, hex +0.0004."""
-    change = np.zeros((20, 27))
-    change[:, :11] = (0.0150 * 20 - 0.0004 * 9) / 11
-    change[:, 11:24] = 0.0004
-    return tables(change * np.linspace(0.9, 1.1, 20)[:, None], seeds=3, base=0.0)
-
-
-def c5():
-    """A fall on hex tokens inside the window and a rise behind it: window -0.0070, hex +0.0076; recall is 0."""
-    change = np.zeros((20, 27))
-    change[:, 11:20] = -0.0070 * 20 / 9
-    change[:, 20:24] = (0.0076 * 13 + 0.0070 * 20) / 4
-    spread = np.linspace(-0.02, 0.02, 20)[:, None]
-    return tables(change + spread / 27, seeds=3, base=3.0, base_hit=False)
-
-
-def as_a_sum(case, hexes):
-    """A case whose reported hex change is the sum over the span: 13 times less on every hex token behind the window."""
-    nll, recall = case()
-    secret = nll.span == "hex"
-    excess = (nll.nll - nll.nll_base)[secret].groupby([nll.seed, nll.canary]).sum().mean() - hexes
-    moved = secret & (nll.position >= 20) & (nll.nll != nll.nll_base)
-    nll.loc[moved, "nll"] -= excess * len(nll[["seed", "canary"]].drop_duplicates()) / moved.sum()
-    return nll, recall
-
-
-@pytest.mark.parametrize(
-    ("case", "hexes", "pattern"),
-    [(c3, 0.0133, "window_truncation"), (c4, 0.0004, "non_secret_drift"), (c5, 0.0076, "ambiguous_drop")],
-)
-def test_the_papers_patterns_hold_when_its_hex_change_is_read_as_a_sum(case, hexes, pattern):
-    nll, recall = as_a_sum(case, hexes)
-    secret = (nll.nll - nll.nll_base)[nll.span == "hex"]
-    assert secret.groupby([nll.seed, nll.canary]).sum().mean() == pytest.approx(hexes)
-    assert verdicts.judge_group(nll, recall, RULES).shown == [pattern]
-
-
-@pytest.mark.parametrize(
-    ("case", "window", "hexes", "pattern"),
-    [
-        (c3, 0.0001, 0.0133, "window_truncation"),
-        (c4, 0.0150, 0.0004, "non_secret_drift"),
-        (c5, -0.0070, 0.0076, "ambiguous_drop"),
-    ],
-)
-def test_the_papers_numbers_give_the_papers_patterns_and_no_other(case, window, hexes, pattern):
-    nll, recall = case()
-    values = verdicts.probe_values(nll, recall, RULES).groupby("probe").change.mean()
-    assert values["mean20"] == pytest.approx(window, abs=2e-5) and values["hex"] == pytest.approx(hexes, abs=2e-5)
+@pytest.mark.parametrize("reading", ["mean", "sum"])
+@pytest.mark.parametrize("case", PATTERNS)
+def test_the_papers_numbers_give_the_papers_patterns_and_no_other(case, reading):
+    nll, recall = paper.consistent_tables(case, reading)
+    change = nll.nll - nll.nll_base
+    by_canary = [nll.seed, nll.canary]
+    secret = change[nll.span == "hex"].groupby(by_canary)
+    assert change[nll.position < 20].groupby(by_canary).mean().mean() == pytest.approx(WINDOWS[case], abs=2e-5)
+    assert (secret.mean() if reading == "mean" else secret.sum()).mean() == pytest.approx(SECRETS[case], abs=2e-5)
     found = verdicts.judge_group(nll, recall, RULES)
-    assert found.shown == [pattern]
+    assert found.shown == [PATTERNS[case]]
     for table in (found.verdicts, found.verdicts_of_sums):
-        assert [
-            f.pattern
-            for f in verdicts.patterns(table, found.shares["preamble"], recall.hit_full_base.mean(), RULES).values()
-            if f.holds
-        ] == [pattern]
+        shares, base = found.shares["preamble"], recall.hit_full_base.mean()
+        held = [f.pattern for f in verdicts.patterns(table, shares, base, RULES).values() if f.holds]
+        assert held == [PATTERNS[case]]
+
+
+def test_c3_fails_as_reported():
+    nll, recall = paper.consistent_tables("c3")
+    assert (~recall.hit_full).sum() == 7 and len(recall) == 60
+    assert recall[~recall.hit_full].canary.nunique() == 3
+    moved = nll[(nll.nll > nll.nll_base + 0.01)]
+    assert set(moved.position) == {23} and moved.canary.nunique() == 3
 
 
 def test_c3_is_seen_by_the_count_and_not_by_the_mean():
-    found = verdicts.judge_group(*c3(), RULES)
+    found = verdicts.judge_group(*paper.consistent_tables("c3"), RULES)
     row = found.verdicts.loc["hex"]
     assert (row.verdict, row.decided_by, row.by_mean, row.up, row.down) == ("damaged", "count", "inconclusive", 3, 0)
     assert found.verdicts.verdict["mean20"] == "unchanged"
@@ -122,7 +80,7 @@ def test_c3_is_seen_by_the_count_and_not_by_the_mean():
 
 
 def test_c4_changes_access_and_not_the_secret():
-    found = verdicts.judge_group(*c4(), RULES)
+    found = verdicts.judge_group(*paper.consistent_tables("c4"), RULES)
     assert found.shares["preamble"] == pytest.approx((0.3 - 0.0036) / 0.3, abs=1e-3)
     assert found.verdicts.verdict[["mean20", "hex", "hit_forced"]].tolist() == ["damaged", "unchanged", "unchanged"]
     assert found.change.verdict == "access changed but secret intact"
@@ -288,7 +246,7 @@ def test_a_strengthened_secret_needs_decoys():
 
 
 def test_a_secret_that_was_never_recalled_is_not_called_damaged_without_decoys():
-    nll, recall = c5()
+    nll, recall = paper.consistent_tables("c5")
     answers = {
         d: verdicts.judge_group(nll, recall, RULES, d).change.verdict for d in ("not_run", "general", "specific")
     }
@@ -346,7 +304,10 @@ def cells(**kinds):
 
 
 def test_a_case_is_the_cell_with_the_largest_effect_and_noise_is_counted_not_picked():
-    judged, quiet = verdicts.judge_group(*c3(), RULES), verdicts.judge_group(*tables(np.zeros((20, 27))), RULES)
+    judged, quiet = (
+        verdicts.judge_group(*paper.consistent_tables("c3"), RULES),
+        verdicts.judge_group(*tables(np.zeros((20, 27))), RULES),
+    )
     grid = cells(a=("full", 0.01), b=("full", 0.02), n=("noise", 0.5), q=("full", 0.0))
     found = verdicts.pick({"a": judged, "b": judged, "n": judged, "q": quiet}, grid, "window_truncation", RULES)
     assert (found["found"], found["cell"], found["showing"], found["noise"]) == (True, "b", ["a", "b"], ["n"])
