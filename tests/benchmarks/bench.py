@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import click
+import numpy as np
 import pandas as pd
 
 from lib import config, files, paths, training
@@ -20,25 +21,45 @@ from lib.results import read_result
 HERE = Path(__file__).resolve().parent
 SOURCES = ("SAFETY", "GUI")  # without and with a picture a record
 CELLS = ("safety-full-high-30", "gui-full-high-30")
+DECOYS = (("ours", 128), ("harness", 16), ("harness", 64))  # method and batch
+SAME_NLL = 1e-4  # nats a secret, by which two methods may differ: the order of sums in fp32
 
 
 @click.command()
 @click.option("--scale", default="laptop", show_default=True)
 @click.option("--rounds", default=3, show_default=True, help="times that every method takes its turn")
-def main(scale: str, rounds: int) -> None:
+@click.option("--canaries", default=4, show_default=True, help="canaries whose decoys are scored")
+@click.option("--decoys", default=255, show_default=True, help="random decoys of each of them")
+@click.option("--only", type=click.Choice(["training", "cell", "decoys"]), help="this benchmark, without the others")
+def main(scale: str, rounds: int, canaries: int, decoys: int, only: str | None) -> None:
     folder = paths.local(scale) / "bench"
-    steps = training_steps(scale, rounds)
-    show(
-        "Training: seconds a step, median over rounds", steps.pivot_table("seconds", "source", ["method", "precision"])
-    )
-    ratios = training_ratios(steps)
-    show("Training: how many times the Trainer's throughput", ratios)
-    cells = cell_times(scale)
-    show("One cell of the sweep: seconds", cells)
-    for name, table in {"training": steps, "training_ratios": ratios, "cell": cells}.items():
+    if only in (None, "training"):
+        steps = training_steps(scale, rounds)
+        medians = steps.pivot_table("seconds", "source", ["method", "precision"])
+        show("Training: seconds a step, median over rounds", medians)
+        ratios = training_ratios(steps)
+        show("Training: how many times the Trainer's throughput", ratios)
+        keep(folder, training=steps, training_ratios=ratios)
+    if only in (None, "cell"):
+        cells = cell_times(scale)
+        show("One cell of the sweep: seconds", cells)
+        keep(folder, cell=cells)
+    if only in (None, "decoys"):
+        times = decoy_times(scale, rounds, canaries, decoys)
+        ratios = decoy_ratios(times)
+        show("Decoys: seconds, and how many times the harness's speed", ratios)
+        click.echo(f"at the harness's better batch: {ratios.ratio['harness'].min():.1f} times")
+        keep(folder, decoys=times, decoys_ratios=ratios)
+        if not (times.difference <= SAME_NLL).all():  # NaN must not pass
+            raise SystemExit(f"decoys: NLLs {times.difference.max():.1e} nats apart, expected at most {SAME_NLL:.0e}")
+    click.echo(f"\ntables: {paths.show(folder)}")
+
+
+def keep(folder: Path, **tables: pd.DataFrame) -> None:
+    """Write every table under its name."""
+    for name, table in tables.items():
         with files.building(folder / f"{name}.csv") as unfinished:
             table.to_csv(unfinished)
-    click.echo(f"\ntables: {paths.show(folder)}")
 
 
 def show(title: str, table: pd.DataFrame) -> None:
@@ -103,6 +124,31 @@ def cell_times(scale: str) -> pd.DataFrame:
             label = name if rows else f"{name}, with its base"
             rows[label] = {"start-up": startup, **parts, "wall": wall}
     return pd.DataFrame(rows).T.drop(columns="loading")
+
+
+def decoy_times(scale: str, rounds: int, canaries: int, decoys: int) -> pd.DataFrame:
+    """Seconds to score all decoys and tokens read for it, a row a round, method and batch.
+
+    ``difference`` is the largest one in nats between a secret's NLL and what the first measurement gave.
+    """
+    results, expected = [], None
+    for turn in range(rounds):
+        for method, batch in DECOYS:
+            options = {"method": method, "batch": batch, "canaries": canaries, "decoys": decoys, "scale": scale}
+            result = measured("decoys.py", *(f"--{name}={value}" for name, value in options.items()))
+            nll = np.array(result.pop("nll"))
+            expected = nll if expected is None else expected
+            results.append(result | {"difference": np.abs(nll - expected).max(), "round": turn})
+    return pd.DataFrame(results)
+
+
+def decoy_ratios(times: pd.DataFrame) -> pd.DataFrame:
+    """A row a method and batch: tokens read, largest difference, median seconds over rounds and their ratio to ours."""
+    grouped = times.groupby(["method", "batch"])
+    table = grouped[["strings", "fewest_tokens", "tokens"]].first()
+    table["nats apart"] = grouped.difference.max().map("{:.0e}".format)
+    table["seconds"] = grouped.seconds.median()
+    return table.assign(ratio=table.seconds / table.seconds["ours"].item())
 
 
 if __name__ == "__main__":
