@@ -12,10 +12,13 @@ test: .venv/ready
 sweep: .venv/ready
 	$(BIN)/python -m lib sweep --scale $(SCALE) --jobs $(JOBS) $(if $(GRID),--grid $(GRID)) $(if $(CELLS),--cells $(CELLS))
 
+cases: .venv/ready
+	$(BIN)/python -m lib cases --scale $(SCALE) --jobs $(JOBS)
+
 bench: .venv/ready
 	$(BIN)/python tests/benchmarks/bench.py --scale $(SCALE)
 
-reference: run sweep
+reference: run sweep cases
 	$(BIN)/python -m lib reference --scale $(SCALE)
 	$(BIN)/python -m lib notebooks
 
@@ -36,4 +39,4 @@ clean:
 	$(BIN)/python -m lib fetch
 	touch $@
 
-.PHONY: run test sweep bench reference notebooks lint clean
+.PHONY: run test sweep cases bench reference notebooks lint clean

@@ -57,7 +57,7 @@ rule base:
         BASE,
     threads: settings.threads
     shell:
-        f"{python} run --scale {scale}"
+        f"{python} testbed --scale {scale}"
 
 
 rule cell:

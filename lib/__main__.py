@@ -14,7 +14,7 @@ import click
 
 from lib import config, files, paths
 from lib.errors import LeakbookError
-from lib.runner import KERNEL_ARGUMENTS, execute, execute_cell, run_sweep
+from lib.runner import KERNEL_ARGUMENTS, Failure, execute, execute_cell, run_confirmation, run_sweep
 
 if TYPE_CHECKING:
     import nbformat
@@ -23,8 +23,14 @@ if TYPE_CHECKING:
     from lib.results import Result
 
 STUDIES = {"testbed": "00_testbed"}
+CASES = {
+    "c3": "01_case_c3_window_truncation",
+    "c4": "02_case_c4_preamble_drift",
+    "c5": "03_case_c5_undertrained",
+}
 EXAMPLES = ("safety-full-high-30-s0",)  # runs of the sweep that the stored page of notebook `cell` needs
 SCALE = click.option("--scale", default="laptop", show_default=True, help="a scale of params/scales.yaml")
+JOBS = click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="processes at a time")
 GRID = click.option("--grid", type=click.Path(resolve_path=True), help="a file of cells instead of params/cells.yaml")
 
 
@@ -58,28 +64,88 @@ def run(scale: str) -> None:
         "already is used again, and a run that was stopped goes on where it was."
     )
     started = time.perf_counter()
+    _run_testbed(scale)
+    from lib import casework
+
+    click.echo("The cells that tell the three cases, run anew with one seed:", err=True)
+    _report(scale, casework.rerun(settings), folder, started)
+
+
+@main.command()
+@SCALE
+def testbed(scale: str) -> None:
+    """Inject the canaries at one scale, into outputs/local: what every other run starts from."""
+    _run_testbed(config.load_scale(scale).name)
+
+
+def _run_testbed(scale: str) -> None:
+    folder = paths.local(scale)
     for study, notebook in STUDIES.items():
         execute(notebook, folder / f"{notebook}.ipynb", {"scale": scale}, folder / study, sys.stderr)
-    _report(scale, {study: folder / study for study in STUDIES}, folder, time.perf_counter() - started)
 
 
-def _report(scale: str, folders: dict[str, Path], folder: Path, seconds: float) -> None:
+def _report(scale: str, reruns: "dict[str, Result]", folder: Path, started: float) -> None:
     import pandas as pd
 
-    from lib import paper
-    from lib.results import read_result
+    from lib import paper, report
 
-    results = {study: read_result(path) for study, path in folders.items()}
+    results, origins = _case_results(scale)
+    results |= {study: read_local(folder / study) for study in STUDIES}
     table = paper.claims_table({study: result.values for study, result in results.items()}, scale)
     with files.building(folder / "claims.csv") as unfinished:
         table.to_csv(unfinished, index=False)
+    page = report.write(folder, scale, reruns, {case: results[case] for case in CASES if case in results}, table)
     verdicts = {paper.REPRODUCED: "yes", paper.NOT_REPRODUCED: "NO", paper.NOT_TESTABLE: "not testable"}
     same = table.state.map(verdicts) + table.by_design.map({True: " (by design)", False: ""})
     shown = pd.DataFrame({"claim": table.claim, "paper": table.reported, "here": table.measured, "same?": same})
     click.echo("\n" + _aligned(shown) + "\n")
-    click.echo(f"{seconds:.0f} s. Claims: {paths.show(folder / 'claims.csv')}. The executed notebooks, to read on:")
+    for case, result in reruns.items():
+        values, found = result.values, "shows" if result.values["shown"] else "does not show"
+        click.echo(
+            f"{case}, run anew: {values['cell']} with seed {values['seed']} {found} {values['pattern']}; the protocol "
+            f"says {values['change']['verdict']} (exposure {values['exposure']['before']:.2f} to "
+            f"{values['exposure']['after']:.2f} of at most {values['cap']:.0f} bits)"
+        )
+    click.echo(f"\nClaims about the sweep and its cases are decided from {origins}.")
+    click.echo(f"{time.perf_counter() - started:.0f} s. Report: {paths.show(page)}. Read on:")
     for notebook in STUDIES.values():
         click.echo(f"  {paths.show(folder / f'{notebook}.ipynb')}")
+    for notebook in CASES.values():
+        click.echo(f"  {paths.show(paths.NOTEBOOKS / f'{notebook}.ipynb')}")
+
+
+def read_local(folder: Path) -> "Result":
+    """A result that must be there."""
+    from lib.results import ResultError, read_result
+
+    result = read_result(folder)
+    if result is None:
+        raise ResultError(f"{paths.show(folder)} holds no result")
+    return result
+
+
+def _belongs(case: "Result", sweep: "Result", confirmation: "Result | None") -> bool:
+    """Whether a case was computed by rule from these tables."""
+    inputs = case.content["inputs"]
+    repeats = None if confirmation is None else confirmation.content["files"]
+    return inputs["cell"] is None and (inputs["tables"], inputs["confirmation"]) == (sweep.content["files"], repeats)
+
+
+def _case_results(scale: str) -> "tuple[dict[str, Result], str]":
+    """Results of the sweep and of the cases: this machine's where all are there, else the committed ones, or none."""
+    from lib import collection
+    from lib.results import read_result
+
+    places = {
+        "this machine's own runs": (paths.sweep(scale), paths.local(scale) / "cases"),
+        "the committed reference": (paths.reference(scale) / "sweep", paths.reference(scale) / "cases"),
+    }
+    for origin, (sweep, cases) in places.items():
+        found = {"sweep": read_result(sweep)} | {case: read_result(cases / case) for case in CASES}
+        repeats = read_result(sweep, collection.CONFIRMATION)
+        if None not in found.values() and all(_belongs(found[case], found["sweep"], repeats) for case in CASES):
+            return found, origin
+    return {}, "nothing: there are no tables of a sweep at this scale"
 
 
 @main.command()
@@ -135,9 +201,12 @@ def _aligned(table: "pd.DataFrame") -> str:
 @click.option("--cell", required=True, help="a cell of params/cells.yaml")
 @click.option("--seed", required=True, type=int)
 @GRID
-def cell(scale: str, cell: str, seed: int, grid: str | None) -> None:
+@click.option(
+    "--injection", default=0, type=click.IntRange(0), help="1, 2, ...: on another injection, with new secrets"
+)
+def cell(scale: str, cell: str, seed: int, grid: str | None, injection: int) -> None:
     """Run one cell of the sweep with one seed."""
-    execute_cell(scale, cell, seed, sys.stderr, grid)
+    execute_cell(scale, cell, seed, sys.stderr, grid, injection)
 
 
 @main.command()
@@ -169,43 +238,82 @@ def collect(scale: str, grid: str | None) -> None:
 
 @main.command()
 @SCALE
-@click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="processes at a time")
+@JOBS
 @click.option("--cells", default="", help="only these cells, separated by commas")
 @GRID
 def sweep(scale: str, jobs: int, cells: str, grid: str | None) -> None:
     """Run what is missing of the sweep, and write its tables when all of it is there."""
-    failures = run_sweep(scale, jobs, [name.strip() for name in cells.split(",") if name.strip()], grid)
-    for failure in failures:
-        click.echo(f"{failure.run} failed: {failure.reason}\n    log: {paths.show(failure.log)}", err=True)
-    if failures:
-        raise click.ClickException(f"{len(failures)} runs failed; the others are kept. Run again to try them again.")
+    _refuse_failures(run_sweep(scale, jobs, [name.strip() for name in cells.split(",") if name.strip()], grid))
     if cells:
         click.echo(f"{cells}: done. The tables are written when every cell is there.")
     else:
         click.echo(f"complete: {paths.show(paths.sweep(scale, grid))}")
 
 
+def _refuse_failures(failures: list[Failure]) -> None:
+    for failure in failures:
+        click.echo(f"{failure.run} failed: {failure.reason}\n    log: {paths.show(failure.log)}", err=True)
+    if failures:
+        raise click.ClickException(f"{len(failures)} runs failed; the others are kept. Run again to try them again.")
+
+
+@main.command()
+@SCALE
+@JOBS
+def confirm(scale: str, jobs: int) -> None:
+    """Repeat the cells that tell the cases: with unused seeds, and on a second injection with new secrets."""
+    _refuse_failures(run_confirmation(scale, jobs))
+    click.echo(f"complete: {paths.show(paths.sweep(scale) / 'confirm.csv')}")
+
+
+@main.command(name="cases")
+@SCALE
+@JOBS
+def run_cases(scale: str, jobs: int) -> None:
+    """Repeat the cells that tell the cases, then compute the three case notebooks into outputs/local."""
+    confirm.callback(scale, jobs)
+    folder = paths.local(scale)
+    for case, notebook in CASES.items():
+        execute(notebook, folder / f"{notebook}.ipynb", {"scale": scale}, folder / "cases" / case, sys.stderr)
+    click.echo(f"complete: {paths.show(folder / 'cases')}")
+
+
 @main.command()
 @SCALE
 def reference(scale: str) -> None:
     """Make this machine's complete local results of one scale the committed reference: all of them or none."""
-    from lib import paper
+    from lib import cases, casework, collection, paper, report
     from lib.results import read_result
 
     local = paths.local(scale)
-    parts = {study: local / study for study in STUDIES} | {"sweep": paths.sweep(scale)}
-    parts |= {f"sweep/runs/{name}": paths.sweep(scale) / "runs" / name for name in EXAMPLES}
-    results = {name: read_result(folder) for name, folder in parts.items()}
+    parts = {study: (local / study, "result.json") for study in STUDIES} | {
+        "sweep": (paths.sweep(scale), "result.json")
+    }
+    parts |= {f"sweep/runs/{name}": (paths.sweep(scale) / "runs" / name, "result.json") for name in EXAMPLES}
+    parts |= {f"cases/{case}": (local / "cases" / case, "result.json") for case in CASES}
+    parts |= {"confirmation": (paths.sweep(scale), collection.CONFIRMATION)}
+    results = {name: read_result(*place) for name, place in parts.items()}
     missing = [name for name, result in results.items() if result is None]
     if missing:
         raise click.ClickException(
-            f"no complete local result of {', '.join(missing)}: run `make run` and `make sweep` with SCALE={scale}"
+            f"no complete local result of {', '.join(missing)}: run `make run`, `make sweep` and `make cases` with "
+            f"SCALE={scale}"
         )
+    for case in CASES:
+        if not _belongs(results[f"cases/{case}"], results["sweep"], results["confirmation"]):
+            raise click.ClickException(
+                f"case {case} was computed from other tables of the sweep: run `make cases` again"
+            )
+    reruns = casework.rerun(config.load_scale(scale))
     with files.building(paths.reference(scale)) as unfinished:
         for name, result in results.items():
-            _copy_files(result, unfinished / name)
-        claims = paper.claims_table({study: results[study].values for study in STUDIES}, scale)
+            if not name.startswith("cases/"):
+                _copy_files(result, unfinished / name.replace("confirmation", "sweep"), parts[name][1])
+        cases.share_decoys([results[f"cases/{case}"] for case in CASES], unfinished / "cases")
+        named = {name.removeprefix("cases/"): result for name, result in results.items()}
+        claims = paper.claims_table({name: result.values for name, result in named.items()}, scale)
         claims.to_csv(unfinished / "claims.csv", index=False)
+        report.write(unfinished, scale, reruns, {case: named[case] for case in CASES}, claims)
     if scale == "laptop":
         _write_readme(claims)
     click.echo(f"wrote {paths.show(paths.reference(scale))}")
@@ -230,9 +338,9 @@ def _copy_result(result: "Result", target: Path) -> None:
         _copy_files(result, unfinished)
 
 
-def _copy_files(result: "Result", target: Path) -> None:
-    target.mkdir(parents=True)
-    for name in [*result.content["files"], "result.json"]:
+def _copy_files(result: "Result", target: Path, record: str = "result.json") -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for name in [*result.content["files"], record]:
         shutil.copy2(result.folder / name, target / name)
 
 

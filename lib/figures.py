@@ -12,6 +12,13 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 SPAN_COLORS = {"preamble": "#9ecae1", "hex": "#fdae6b", "suffix": "#d9d9d9"}
+VERDICT_COLORS = {
+    "damaged": "#b2182b",
+    "strengthened": "#2166ac",
+    "unchanged": "#c7c7c7",
+    "inconclusive": "#fdb863",
+    "not testable": "#f2f2f2",
+}
 NLL_FLOOR = 1e-4  # nats: colours stop here, far below anything a probe reads
 
 matplotlib.rcParams.update(
@@ -94,24 +101,25 @@ def loss_curve(log: pd.DataFrame, kept_steps: Sequence[int] = (), target_nll: fl
     return _finished(figure)
 
 
-def delta_strip(table: pd.DataFrame, window: int) -> Figure:
+def delta_strip(table: pd.DataFrame, window: int, panels: str = "modality") -> Figure:
     """Change of the NLL of every canary (row) at every target position (column), one panel a modality.
 
-    ``table`` has ``canary, modality, position, span, nll, nll_base``; colours in nats, symmetric and logarithmic
-    beyond 0.01.
+    ``table`` has ``canary, modality, position, span, nll, nll_base``, several seeds of which are averaged; another
+    column may tell the ``panels``. Colours in nats, symmetric and logarithmic beyond 0.01.
     """
-    modalities = list(dict.fromkeys(table.modality))
+    modalities = list(dict.fromkeys(table[panels]))
     size = (4.4 * len(modalities) + 0.8, 3.0)
     figure, grid = plt.subplots(1, len(modalities), figsize=size, squeeze=False)
-    change = table.nll - table.nll_base
+    change = (table.nll - table.nll_base).groupby([table[panels], table.canary, table.position]).transform("mean")
     norm = SymLogNorm(0.01, vmin=-max(0.02, change.abs().max()), vmax=max(0.02, change.abs().max()))
     for axes, modality in zip(grid[0], modalities, strict=True):
-        part = table[table.modality == modality].assign(change=change)
+        part = table[table[panels] == modality].assign(change=change)
+        part = part.drop_duplicates(["canary", "position"])
         values = part.pivot(index="canary", columns="position", values="change").to_numpy()
         image = axes.imshow(values, norm=norm, cmap="RdBu_r", aspect="auto")
         _mark_window(axes, window)
         _mark_secret(axes, part)
-        axes.set_title(f"{modality} canaries", fontsize=10, pad=12)
+        axes.set_title(f"{modality} canaries" if panels == "modality" else modality, fontsize=10, pad=12)
         axes.set(yticks=[], xlabel="target position (tokens)", ylabel="canaries")
     figure.colorbar(image, ax=grid, label="change of the NLL (nats)", shrink=0.8)
     return _finished(figure)
@@ -182,6 +190,232 @@ def _stage_colors(models: Sequence[str]) -> dict[str, str]:
     between = plt.colormaps["Blues"](np.linspace(0.35, 0.9, max(1, len(models) - 2)))
     colors = ["#7f7f7f", *map(matplotlib.colors.to_hex, between)][: len(models) - 1] + ["#d94801"]
     return dict(zip(models, colors, strict=True))
+
+
+def _verdict_legend(axes: plt.Axes, shown: Sequence[str], **place) -> None:
+    handles = [
+        plt.Line2D([], [], marker="s", ls="", color=color, markeredgecolor="#888888", label=verdict)
+        for verdict, color in VERDICT_COLORS.items()
+        if verdict in set(shown)
+    ]
+    axes.legend(handles=handles, frameon=False, fontsize=9, **place)
+
+
+def probe_intervals(groups: Mapping[str, pd.DataFrame]) -> Figure:
+    """What every NLL probe measured, in margins: point and interval, coloured by its verdict, a panel a group.
+
+    ``groups`` maps a name to the table of :func:`lib.verdicts.judge`. Within the shaded band a change is smaller than
+    the margin; the axis is linear there and logarithmic beyond.
+    """
+    figure, grid = plt.subplots(1, len(groups), figsize=(4.2 * len(groups) + 0.8, 2.4), squeeze=False, sharey=True)
+    kept = {name: table[table.by_mean.notna()] for name, table in groups.items()}
+    widest = max(
+        2.0, *(float((table[["low", "high"]].abs().max(axis=1) / table.margin).max()) for table in kept.values())
+    )
+    for axes, (name, table) in zip(grid[0], kept.items(), strict=True):
+        axes.axvspan(-1, 1, color="#eeeeee", lw=0)
+        axes.axvline(0, color="#888888", lw=0.8)
+        for y, row in enumerate(table.itertuples()):
+            color = VERDICT_COLORS[row.verdict]
+            axes.plot([row.low / row.margin, row.high / row.margin], [y, y], color=color, lw=3, solid_capstyle="butt")
+            axes.plot(row.estimate / row.margin, y, "o", color=color, markeredgecolor="#333333", ms=7)
+        axes.set_xscale("symlog", linthresh=1.0)
+        axes.set(
+            xlim=(-1.3 * widest, 1.3 * widest), ylim=(len(table) - 0.5, -0.5), xlabel="change of the NLL, in margins"
+        )
+        axes.set_yticks(range(len(table)), table.index)
+        axes.set_title(name)
+    _verdict_legend(grid[0][-1], pd.concat(kept.values()).verdict, loc="center left", bbox_to_anchor=(1, 0.5))
+    return _finished(figure)
+
+
+def window_curves(
+    curves: Mapping[str, pd.DataFrame], window: int, secret: range, marks: Mapping[str, Sequence[int]] | None = None
+) -> Figure:
+    """The window probe as a function of K, in nats of the whole window: mean over canaries, interval, verdict.
+
+    ``curves`` maps a name to the table of :func:`lib.verdicts.along_windows`; ``marks`` are, by name,
+    target positions at which something is known to have been changed: from K = position + 1 on a window reads it.
+    """
+    figure, grid = plt.subplots(1, len(curves), figsize=(5.2 * len(curves), 3.2), squeeze=False)
+    for axes, (name, table) in zip(grid[0], curves.items(), strict=True):
+        k = table.index.to_numpy()
+        low, high, mean = (table[column].to_numpy(dtype=float) * k for column in ("low", "high", "estimate"))
+        axes.axvspan(secret.start + 0.5, secret.stop + 0.5, color=SPAN_COLORS["hex"], alpha=0.25, lw=0)
+        axes.fill_between(k, low, high, color="#dddddd", lw=0)
+        axes.plot(k, mean, color="#555555", lw=1)
+        for verdict, color in VERDICT_COLORS.items():
+            here = (table.verdict == verdict).to_numpy()
+            axes.plot(k[here], mean[here], "o", color=color, markeredgecolor="#555555", ms=5, label=verdict)
+        axes.axvline(window, color="#1a9850", lw=1.5)
+        for mark in sorted(set((marks or {}).get(name, ()))):
+            axes.axvline(mark + 1, color="#b2182b", lw=1, ls=":")
+        axes.set(xlabel="K: tokens in the window", ylabel="change (nats of the window)", title=name)
+        if np.abs([low, high]).max() > 2:
+            axes.set_yscale("symlog", linthresh=0.1)
+        top = axes.get_ylim()[1]
+        axes.text(window - 0.3, top, f"K = {window}", color="#1a9850", fontsize=9, ha="right", va="top")
+        axes.text(secret.start + 0.7, top, "secret", color="#d94801", fontsize=9, va="top")
+    shown = pd.concat(curves.values()).verdict
+    _verdict_legend(grid[0][-1], shown, loc="center left", bbox_to_anchor=(1, 0.5))
+    return _finished(figure)
+
+
+def margin_grid(groups: Mapping[str, pd.DataFrame], ticks: pd.DataFrame | None = None) -> Figure:
+    """Verdicts along margins, a panel a group: probes down, margins in nats of the span across.
+
+    ``groups`` maps a name to the table of :func:`lib.verdicts.along_margins`; ``ticks`` has a column a kind of null
+    (numerical floor, noise) and a row a probe: nats, drawn into the probe's row on the same logarithmic axis.
+    """
+    figure, grid = plt.subplots(1, len(groups), figsize=(5.0 * len(groups) + 1, 2.5), squeeze=False, sharey=True)
+    for axes, (name, table) in zip(grid[0], groups.items(), strict=True):
+        margins = np.array([float(column) for column in table.columns])
+        edges = np.sqrt(margins[:-1] * margins[1:])
+        edges = np.array([margins[0] ** 2 / edges[0], *edges, margins[-1] ** 2 / edges[-1]])
+        for y, (_, verdicts) in enumerate(table.iterrows()):
+            for x, verdict in enumerate(verdicts):
+                color = VERDICT_COLORS[verdict]
+                axes.fill_betweenx([y - 0.42, y + 0.42], edges[x], edges[x + 1], color=color, lw=0)
+        axes.set_xscale("log")
+        lowest = edges[0]
+        for (label, column), mark in zip(
+            (ticks if ticks is not None else pd.DataFrame()).items(), "ox^v", strict=False
+        ):
+            nulls = column[[probe for probe in table.index if probe in column.index and column[probe] > 0]]
+            places = [list(table.index).index(probe) for probe in nulls.index]
+            axes.plot(nulls, places, mark, color="#000000", mfc="none", ms=6, ls="none", label=label)
+            lowest = min([lowest, *(0.7 * nulls)])
+        shown = [tick for tick in (1e-5, 1e-4, 1e-3, 0.005, 0.02, 0.04, 0.16, 0.5) if tick > lowest]
+        axes.set_xticks(shown, [f"{tick:g}" for tick in shown], fontsize=8)
+        axes.minorticks_off()
+        axes.set_xlim(lowest, edges[-1])
+        axes.set(ylim=(len(table) - 0.5, -0.5), xlabel="margin (nats of the span)")
+        axes.set_yticks(range(len(table)), table.index)
+        axes.tick_params(axis="y", length=0)
+        axes.set_title(name)
+    if ticks is not None:
+        grid[0][0].legend(
+            frameon=False, fontsize=8, ncols=len(ticks.columns), loc="upper left", bbox_to_anchor=(0, -0.28)
+        )
+    shown = np.unique(np.concatenate([table.to_numpy().ravel() for table in groups.values()]))
+    _verdict_legend(grid[0][-1], shown, loc="center left", bbox_to_anchor=(1, 0.5))
+    return _finished(figure)
+
+
+def verdict_map(table: pd.DataFrame, marked: Sequence[str] = ()) -> Figure:
+    """Verdicts as a map: a row a cell, a column a probe or window; rows in ``marked`` are pointed at."""
+    figure, axes = plt.subplots(figsize=(0.42 * len(table.columns) + 3.6, 0.2 * len(table) + 0.9))
+    for x, column in enumerate(table):
+        for y, verdict in enumerate(table[column]):
+            axes.add_patch(plt.Rectangle((x + 0.04, y + 0.06), 0.92, 0.88, color=VERDICT_COLORS[verdict], lw=0))
+    for y, cell in enumerate(table.index):
+        if cell in marked:
+            axes.plot(-0.25, y + 0.5, ">", color="#000000", ms=5, clip_on=False)
+    axes.set(xlim=(-0.4, len(table.columns)), ylim=(len(table), 0))
+    axes.set_xticks(np.arange(len(table.columns)) + 0.5, table.columns, rotation=45, ha="right", fontsize=8)
+    axes.set_yticks(np.arange(len(table)) + 0.5, table.index, fontsize=8)
+    axes.tick_params(length=0)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    _verdict_legend(axes, table.to_numpy().ravel(), loc="upper left", bbox_to_anchor=(1, 1))
+    return _finished(figure)
+
+
+def share_bars(shares: pd.DataFrame) -> Figure:
+    """Share of every span (column) in the movement of a group (row), as bars that add up to one."""
+    figure, axes = plt.subplots(figsize=(7, 0.5 * len(shares) + 0.9))
+    left = np.zeros(len(shares))
+    for span in (name for name in SPAN_COLORS if name in shares):
+        width = shares[span].fillna(0.0).to_numpy()
+        axes.barh(range(len(shares)), width, left=left, color=SPAN_COLORS[span], label=span, height=0.7)
+        for y, (start, size) in enumerate(zip(left, width, strict=True)):
+            if size > 0.06:
+                axes.text(start + size / 2, y, f"{size:.0%}", ha="center", va="center", fontsize=9)
+        left += width
+    axes.set_yticks(range(len(shares)), shares.index)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1), xlabel="share of the absolute change")
+    axes.legend(frameon=False, fontsize=9, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
+    return _finished(figure)
+
+
+def canary_bars(groups: Mapping[str, pd.Series], ylabel: str) -> Figure:
+    """One bar a canary, largest change first: how few carry it. ``groups`` maps a name to values by canary."""
+    figure, grid = plt.subplots(1, len(groups), figsize=(4.4 * len(groups), 2.6), squeeze=False)
+    for axes, (name, values) in zip(grid[0], groups.items(), strict=True):
+        ordered = values.iloc[np.argsort(-values.abs().to_numpy(), kind="stable")]
+        colors = np.where(ordered > 0, VERDICT_COLORS["damaged"], VERDICT_COLORS["strengthened"])
+        axes.bar(range(len(ordered)), ordered, color=colors)
+        axes.axhline(0, color="#333333", lw=0.8)
+        axes.set(xticks=[], xlabel=f"{len(ordered)} canaries, largest change first", ylabel=ylabel, title=name)
+    return _finished(figure)
+
+
+def rank_strips(ranks: pd.DataFrame, models: Mapping[str, str]) -> Figure:
+    """Normalised rank of every secret among its decoys: a panel a kind, a strip a model (name -> label), means marked.
+
+    ``ranks`` has ``model, kind, normalised_rank``. 0: no decoy is likelier than the secret; 0.5: chance.
+    """
+    kinds = list(dict.fromkeys(ranks.kind))
+    size = (3.7 * len(kinds) + 0.8, 0.5 * len(models) + 1.2)
+    figure, grid = plt.subplots(1, len(kinds), figsize=size, sharey=True, squeeze=False)
+    jitter = np.random.default_rng(0)
+    for axes, kind in zip(grid[0], kinds, strict=True):
+        axes.axvline(0.5, color="#888888", lw=1, ls="--")
+        for y, model in enumerate(models):
+            values = ranks[(ranks.kind == kind) & (ranks.model == model)].normalised_rank.to_numpy()
+            axes.plot(values, y + jitter.uniform(-0.22, 0.22, len(values)), "o", color="#6baed6", ms=4, alpha=0.7)
+            if len(values):
+                axes.plot(values.mean(), y, "|", color="#b2182b", ms=18, mew=2.5)
+        axes.set(xlim=(-0.05, 1.05), ylim=(len(models) - 0.5, -0.5), xlabel="normalised rank", title=f"{kind} decoys")
+        axes.set_yticks(range(len(models)), list(models.values()))
+    return _finished(figure)
+
+
+def precision_dots(table: pd.DataFrame, probe: str) -> Figure:
+    """A probe's change in every stack and precision, in nats a token: the trained update beside its controls.
+
+    ``table`` is that of :func:`lib.precision.readings`.
+    """
+    places = list(dict.fromkeys(zip(table["stack"], table.merge_dtype.fillna(""), table.dtype, strict=True)))
+    short = {"float32": "fp32", "bfloat16": "bf16"}
+    labels = [f"{s}{f' in {short[m]}' if m else ''},\nread in {short[d]}" for s, m, d in places]
+    marks = {"trained": ("o", "#b2182b"), "noise": ("D", "#7570b3"), "zero": ("x", "#555555"), "none": ("+", "#1b9e77")}
+    figure, axes = plt.subplots(figsize=(1.35 * len(places) + 1.5, 3))
+    axes.axhline(0, color="#888888", lw=0.8)
+    for offset, (update, (mark, color)) in zip((-0.15, 0, 0.1, 0.2), marks.items(), strict=True):
+        part = table[table["update"] == update]
+        x = [
+            places.index(place) + offset
+            for place in zip(part["stack"], part.merge_dtype.fillna(""), part.dtype, strict=True)
+        ]
+        axes.plot(x, part[f"d_nll_{probe}"], mark, color=color, ms=7, mew=2 if mark in "x+" else 1, label=update)
+    axes.set_xticks(range(len(places)), labels, fontsize=8)
+    axes.set(ylabel=f"change of {probe} (nats a token)", xlim=(-0.5, len(places) - 0.5))
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5), title="update")
+    return _finished(figure)
+
+
+def strength_curves(table: pd.DataFrame) -> Figure:
+    """A change stacked and merged into bf16 weights, for an update made smaller and larger: a panel a model.
+
+    ``table`` is that of :func:`lib.precision.by_strength` with the column ``model``; axes are logarithmic, and changes
+    below 1e-5 nats a token are drawn there.
+    """
+    models = list(dict.fromkeys(table.model))
+    figure, grid = plt.subplots(1, len(models), figsize=(4.4 * len(models) + 0.6, 3), squeeze=False)
+    for axes, model in zip(grid[0], models, strict=True):
+        part = table[table.model == model]
+        axes.plot(part.strength, part.stacked.clip(lower=1e-5), "o-", color="#555555", label="beside the weights, fp32")
+        axes.plot(part.strength, part.merged.clip(lower=1e-5), "s-", color="#b2182b", label="merged into bf16 weights")
+        for row in part.itertuples():
+            place = {"textcoords": "offset points", "xytext": (4, -11), "fontsize": 8, "color": "#b2182b"}
+            axes.annotate(f"{row.lost:.0%} lost", (row.strength, max(row.merged, 1e-5)), **place)
+        axes.set_xscale("log", base=2)
+        axes.set(yscale="log", xlabel="strength of the update", ylabel="change of mean20 (nats a token)", title=model)
+        axes.set_xticks(part.strength, [f"{strength:g}" for strength in part.strength])
+        axes.margins(x=0.15)
+    grid[0][0].legend(frameon=False, fontsize=9)
+    return _finished(figure)
 
 
 def gallery(pictures: Mapping[str, Image.Image]) -> Figure:

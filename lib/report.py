@@ -1,0 +1,136 @@
+"""The report of the main job: paper beside measurement, verdict by verdict and claim by claim, as Markdown and HTML."""
+
+import base64
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+import pandas as pd
+from markdown_it import MarkdownIt
+from matplotlib.figure import Figure
+
+from lib import cases, figures, files, paper, rules, verdicts
+from lib.cases import CASES, TABLES
+from lib.results import Result
+
+TITLES = {
+    "c3": "C3: window truncation",
+    "c4": "C4: non-secret drift",
+    "c5": "C5: ambiguous drop",
+}
+STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}"
+    "table{border-collapse:collapse;margin:1rem 0;font-size:.9rem}"
+    "th,td{border-bottom:1px solid #ddd;padding:.3rem .7rem;text-align:left;vertical-align:top}"
+    "img{max-width:100%}h1,h2{line-height:1.2}"
+)
+
+
+def write(
+    folder: Path, scale: str, reruns: Mapping[str, Result], studies: Mapping[str, Result], claims: pd.DataFrame
+) -> Path:
+    """Write ``report.md``, its figures beside it, and ``report.html`` with the figures inside; give back the page.
+
+    ``reruns`` are the cells run by this main job; ``studies`` the cases' own results, of several seeds, where there are
+    any; ``claims`` the table of :func:`lib.paper.claims_table`.
+    """
+    drawn: dict[str, bytes] = {}
+    parts = [_opening(scale, reruns, studies)]
+    for case in CASES:
+        text, figure = _case(case, reruns[case], studies.get(case))
+        name = f"report-{case}.png"
+        drawn[name] = _png(figure)
+        parts.append(f"{text}\n![{TITLES[case]}: changes in margins, by probe]({name})\n")
+    parts.append(_claims(claims))
+    text = "\n".join(parts)
+    html = MarkdownIt("commonmark").enable("table").render(text)
+    for name, content in drawn.items():
+        inline = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+        html = html.replace(f'src="{name}"', f'src="{inline}"')
+        with files.building(folder / name) as unfinished:
+            unfinished.write_bytes(content)
+    page = (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>leakbook: report</title><style>{STYLE}</style><body>{html}</body></html>\n"
+    )
+    for name, content in {"report.md": text, "report.html": page}.items():
+        with files.building(folder / name) as unfinished:
+            unfinished.write_text(content, encoding="utf-8")
+    return folder / "report.html"
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """A table in Markdown, index first; a bar inside a text is escaped."""
+    rows = [[table.index.name or "", *table.columns], ["---"] * (len(table.columns) + 1)]
+    rows += [[index, *values] for index, values in zip(table.index, table.to_numpy().tolist(), strict=True)]
+    return "\n".join("| " + " | ".join(str(value).replace("|", "\\|") for value in row) + " |" for row in rows) + "\n"
+
+
+def _opening(scale: str, reruns: Mapping[str, Result], studies: Mapping[str, Result]) -> str:
+    lines = [f"# What the probes say, at {scale} scale", ""]
+    lines.append(
+        "*The paper*: arXiv:2606.31168, its reported numbers judged by our rules. *Sweep*: the cell that tells the "
+        "case, three seeds. *This run*: the same cell trained anew with its first seed. *Constructed*: a case made on "
+        "purpose to show the mechanism. Verdicts are about change against the base; a rise of the NLL is damage."
+    )
+    lines.append("")
+    for name, results in {"this run": reruns, "sweep": studies}.items():
+        for case, result in results.items():
+            made = result.content["provenance"]
+            machine = (
+                f"{made['seconds']:.0f} s, {made['threads']} threads, {made['cpu']}, torch {made['versions']['torch']}"
+            )
+            lines.append(f"- {name}, {case}: {machine}, {made['finished']}; hash {result.content['hash'][:12]}")
+    return "\n".join(lines) + "\n"
+
+
+def _case(case: str, run: Result, study: Result | None) -> tuple[str, Figure]:
+    wanted = rules.load_verdicts()
+    groups = {"the paper": paper.consistent_tables(case)}
+    if study is not None:
+        groups |= dict(zip(("sweep", "constructed"), cases.groups(study).values(), strict=False))
+    groups["this run"] = tuple(run.table(name) for name in TABLES)
+    judged = {name: verdicts.judge_group(*group, wanted) for name, group in groups.items()}
+    table = pd.DataFrame({name: _cells(found.verdicts) for name, found in judged.items()}).rename_axis("probe")
+    pattern = CASES[case].pattern
+    table.loc["pattern holds"] = ["yes" if found.patterns[pattern].holds else "no" for found in judged.values()]
+    changes = {name: found.change.verdict for name, found in judged.items()} | {
+        "this run": run.values["change"]["verdict"]
+    }
+    table.loc["protocol"] = pd.Series(changes)
+    values = run.values
+    lines = [f"## {TITLES[case]}", "", f"Cell `{values['cell']}`, seed {values['seed']} in this run.", ""]
+    if study is not None:
+        lines += [*cases.headline(study).split("\n"), ""]
+    lines.append(markdown(table))
+    exposed = values["exposure"]
+    lines.append(
+        f"Exposure among 31 random decoys, mean over canaries: {exposed['before']:.2f} bits before, "
+        f"{exposed['after']:.2f} after (the cap is log2(32) = {values['cap']:.0f} bits). "
+        f"Decoys say: {values['decoys']}."
+    )
+    shown = {name: found.verdicts for name, found in judged.items()}
+    return "\n".join(lines) + "\n", figures.probe_intervals(shown)
+
+
+def _cells(table: pd.DataFrame) -> pd.Series:
+    """One text a probe: its verdict with the mean change, or the canaries that lost and gained the recall."""
+    texts = {}
+    for probe, row in table.iterrows():
+        if pd.isna(row.by_mean):
+            texts[probe] = f"{row.verdict} ({row.up:.0f} lost, {row.down:.0f} gained)"
+        else:
+            texts[probe] = f"{row.verdict} ({row.estimate:+.4f})"
+    return pd.Series(texts)
+
+
+def _claims(claims: pd.DataFrame) -> str:
+    table = claims.assign(state=claims.state + claims.by_design.map({True: ", by design", False: ""}))
+    shown = table.set_index("id")[["claim", "reported", "measured", "state"]].rename_axis("claim id")
+    return f"## Claim by claim\n\n{markdown(shown)}"
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
