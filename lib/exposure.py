@@ -252,6 +252,7 @@ def corrected_change(before: pd.DataFrame, after: pd.DataFrame, kind: str = "ran
     """
     for table in (before, after):
         _check_scores(table, "corrected change")
+    before, after = (table[table.kind.isin(["secret", kind])] for table in (before, after))
     keys = ["canary", "kind", "decoy", "tokens"]
     joined = before.merge(after, on=keys, suffixes=("_before", "_after"))
     if len(joined) != len(before) or len(joined) != len(after):

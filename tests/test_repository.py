@@ -10,8 +10,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from lib import paper, paths, results
-from lib.__main__ import results_table
+from lib import cases, paper, paths, results, rules, verdicts
+from lib.__main__ import CASES, results_table
 
 REQUIREMENTS = [
     Requirement(line)
@@ -89,20 +89,28 @@ def test_modules_import_one_way():
         "exposure",
         "extraction",
         "verdicts",
+        "specification",
+        "paper",
         "results",
         "runs",
         "sweep",
         "collection",
+        "precision",
+        "cases",
+        "casework",
         "runner",
         "figures",
-        "paper",
+        "report",
         "__main__",
     ]
     assert sorted(order) == sorted(path.stem for path in (paths.ROOT / "lib").glob("*.py") if path.stem != "__init__")
     for place, name in enumerate(order):
         text = (paths.ROOT / "lib" / f"{name}.py").read_text()
         imported = {
-            n.strip() for names in re.findall(r"^\s*from lib import (.+)$", text, re.M) for n in names.split(",")
+            name.strip()
+            for names in re.findall(r"^\s*from lib import (\([^)]+\)|.+)$", text, re.M)
+            for name in names.strip("()").split(",")
+            if name.strip()
         }
         imported |= set(re.findall(r"^\s*from lib\.(\w+) import", text, re.M))
         late = [other for other in imported if order.index(other) >= place]
@@ -112,8 +120,50 @@ def test_modules_import_one_way():
 def test_the_readmes_results_are_the_committed_ones():
     claims = pd.read_csv(REFERENCE / "claims.csv")
     assert results_table(claims) in (paths.ROOT / "README.md").read_text(encoding="utf-8")
-    result = results.read_result(REFERENCE / "testbed")
-    assert paper.claims_table({"testbed": result.values}, "laptop").to_csv(index=False) == claims.to_csv(index=False)
+    folders = {"testbed": "testbed", "sweep": "sweep"} | {case: f"cases/{case}" for case in CASES}
+    studies = {study: results.read_result(REFERENCE / folder).values for study, folder in folders.items()}
+    assert paper.claims_table(studies, "laptop").to_csv(index=False) == claims.to_csv(index=False)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_case_notebook_says_first_is_what_was_found(case):
+    notebook = next(claim.notebook for claim in paper.CLAIMS if claim.study == case)
+    found = results.read_result(REFERENCE / "cases" / case).values["found"]
+    says_not = re.search(r"did not (happen here|even arise)", (paths.NOTEBOOKS / f"{notebook}.py").read_text()[:1500])
+    assert bool(says_not) == (not found)
+
+
+def committed(case):
+    result = results.read_result(REFERENCE / "cases" / case)
+    found = cases.groups(result)
+    return result, {name: verdicts.judge_group(*group, rules.load_verdicts()) for name, group in found.items()}
+
+
+def test_the_committed_constructions_show_what_they_were_built_for():
+    late, judged = committed("c3")
+    damage = judged["late-damage (constructed)"]
+    assert damage.shown == ["window_truncation"] and damage.change.verdict == "secret damaged"
+    curve = verdicts.along_windows(*cases.groups(late)["late-damage (constructed)"], rules.load_verdicts()).verdict
+    positions = sorted(late.values["constructed_at"].values())
+    assert verdicts.DAMAGED not in set(curve[: positions[0]]) and set(curve[positions[-1] + 1 :]) == {verdicts.DAMAGED}
+    drifted, judged = committed("c4")
+    drift = judged["preamble-drift (constructed)"]
+    assert drift.shown == ["non_secret_drift"] and drift.change.verdict == "access changed but secret intact"
+    # The choice of the recall decides the verdict.
+    assert drift.verdicts.verdict[["hit_full", "hit_forced"]].tolist() == [verdicts.DAMAGED, verdicts.UNCHANGED]
+    # Merged into bf16 weights the drift collapses, merged in fp32 it stays.
+    table = drifted.table("precision.csv").query("model == 'preamble-drift-s0' and `update` == 'trained'")
+    change = table.fillna({"merge_dtype": ""}).set_index(["stack", "merge_dtype", "dtype"]).d_nll_mean20
+    assert change["merged", "bfloat16", "float32"] < 0.1 * change["stacked", "", "float32"]
+    assert change["merged", "float32", "float32"] == pytest.approx(change["stacked", "", "float32"], rel=1e-3)
+
+
+def test_the_committed_cases_belong_to_the_committed_sweep():
+    sweep = results.read_result(REFERENCE / "sweep").content["files"]
+    repeats = results.read_result(REFERENCE / "sweep", "confirm.json").content["files"]
+    for case in CASES:
+        inputs = results.read_result(REFERENCE / "cases" / case).content["inputs"]
+        assert inputs["tables"] == sweep and inputs["confirmation"] == repeats
 
 
 def test_the_committed_reference_shows_what_the_testbed_must_show():
