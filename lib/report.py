@@ -94,9 +94,9 @@ def _case(case: str, run: Result, study: Result | None) -> tuple[str, Figure]:
     table = pd.DataFrame({name: _cells(found.verdicts) for name, found in judged.items()}).rename_axis("probe")
     pattern = CASES[case].pattern
     table.loc["pattern holds"] = ["yes" if found.patterns[pattern].holds else "no" for found in judged.values()]
-    changes = {name: found.change.verdict for name, found in judged.items()} | {
-        "this run": run.values["change"]["verdict"]
-    }
+    changes = {name: found.change.verdict for name, found in judged.items()}
+    decided = {"this run": run} | ({} if study is None else {"sweep": study})  # with what decoys said
+    changes |= {name: result.values["change"]["verdict"] for name, result in decided.items()}
     table.loc["protocol"] = pd.Series(changes)
     values = run.values
     lines = [f"## {TITLES[case]}", "", f"Cell `{values['cell']}`, seed {values['seed']} in this run.", ""]

@@ -107,7 +107,7 @@ pd.concat({name: verdicts.by_seed(table, wanted) for name, table in values.items
 # ## Where the damage lies
 #
 # Each square is one token of one canary, averaged over seeds; red is a rise. Left, nature: the damage starts with the
-# secret's first tokens. Right, the construction: three red squares behind the green line, and nothing before it.
+# secret's first tokens. Right, the construction: three dark squares behind the green line, next to nothing before it.
 
 # %%
 strip = pd.concat([group[0].assign(group=name) for name, group in groups.items()])

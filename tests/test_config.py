@@ -17,6 +17,9 @@ def test_every_parameter_file_loads(path):
         assert len(config.load_sweep(config.load_scale("laptop")).cells) == 34
     elif path.name == "verdicts.yaml":
         assert list(rules.load_verdicts()["patterns"]) == ["window_truncation", "non_secret_drift", "ambiguous_drop"]
+    elif path.name == "cases.yaml":
+        for name in content["constructed"]:
+            assert config.load_cases(name).constructed.steps > 0
     elif path.name == "scales.yaml":
         for name in content:
             assert config.load_scale(name).name == name

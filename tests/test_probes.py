@@ -247,7 +247,8 @@ def test_recall_starts_decoding_behind_the_first_miss(smoke, injected):
 
 
 def test_a_repetition_penalty_is_asked_for_and_never_assumed(smoke, injected):
-    backbone, encoder, encoded = injected[:3] if isinstance(injected, tuple) else injected
-    plain = probes.greedy_decode(backbone.model, encoder, encoded[:6])
-    assert probes.greedy_decode(backbone.model, encoder, encoded[:6], None, 20, 1.0) == plain
-    assert probes.greedy_decode(backbone.model, encoder, encoded[:6], None, 20, 3.0) != plain
+    backbone, encoder = injected
+    encoded = planted(smoke, encoder)[:6]
+    plain = probes.greedy_decode(backbone.model, encoder, encoded)
+    assert probes.greedy_decode(backbone.model, encoder, encoded, repetition_penalty=1.0) == plain
+    assert probes.greedy_decode(backbone.model, encoder, encoded, repetition_penalty=3.0) != plain
