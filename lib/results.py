@@ -23,6 +23,7 @@ from lib import paths
 from lib.errors import LeakbookError
 from lib.files import building, sha256
 
+LONGEST = 300  # characters of one difference in a message
 RECORDED_VERSIONS = ("torch", "transformers", "tokenizers", "peft", "accelerate", "numpy", "pandas")
 
 
@@ -186,7 +187,10 @@ def differences(there: Any, here: Any, key: str = "") -> list[str]:
             for name in names
             for text in differences(there.get(name, "absent"), here.get(name, "absent"), f"{key}.{name}".lstrip("."))
         ]
-    return [] if there == here else [f"{key} is {there!r} there and {here!r} here"]
+    if there == here:
+        return []
+    text = f"{key} is {there!r} there and {here!r} here"
+    return [text if len(text) <= LONGEST else f"{key} differs"]  # a list of cells would hide everything else
 
 
 def provenance(device: str, threads: int, seconds: float, **others: str | float) -> dict[str, Any]:

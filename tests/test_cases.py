@@ -9,6 +9,7 @@ import papermill
 import pytest
 
 from lib import cases, casework, collection, config, paper, paths, precision, report, results, rules, training, verdicts
+from lib.__main__ import main
 from lib.config import ConfigError
 from lib.results import Result, ResultError
 
@@ -335,6 +336,21 @@ def test_03_an_undertrained_cell_is_held_against_its_decoys(smoke):
     assert case.values["probes"].keys() == RULES["probes"].keys()
     again = casework.study(config.case_run("smoke", "local", None, 7), "c5")
     assert again.content["provenance"] == case.content["provenance"]  # found, not computed
+
+
+def test_the_main_job_runs_the_three_cells_anew_and_reports(smoke, capsys):
+    main(["run", "--scale", "smoke"], standalone_mode=False)
+    printed = capsys.readouterr().out
+    assert "after injection every canary is recalled" in printed
+    for case in cases.CASES:
+        rerun = results.read_result(paths.local("smoke") / "rerun" / case)
+        assert f"{case}, run anew: {rerun.values['cell']} with seed 0" in printed
+        table = rerun.table("decoys.parquet")
+        assert (table[table.kind == "random"].groupby(["model", "canary"]).size() == 31).all()
+        assert rerun.values["cap"] == 5.0 and set(rerun.table("recall.parquet").modality) == {"text"}
+    page = (paths.local("smoke") / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 3 and "C4: non-secret drift" in page
+    assert "decided from nothing: there are no tables of a sweep at this scale" in printed
 
 
 def test_an_earlier_case_from_other_settings_is_kept_beside_the_new_one(smoke, monkeypatch):
