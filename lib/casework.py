@@ -119,7 +119,7 @@ class Models:
         else:
             rule = settings.preamble_drift
             lessons = interventions.preamble_drift(base, text, rule.records, rule.draw_seed, True, rule.hold_weight)
-        taught = _lora(settings.constructed, seed)
+        taught = _lora(settings.constructed, config.load_sweep(self.scale).training, seed)
         key = training.lessons_key(base.backbone, lessons, taught, PROTOCOL)
         folder = paths.local(self.scale.name) / "adapters" / key
         with locked(folder):
@@ -130,18 +130,18 @@ class Models:
             return adapter, damaged
 
 
-def _lora(settings: config.Constructed, seed: int) -> LoraSettings:
-    """A constructed adapter has a benign one's rank and alpha."""
+def _lora(settings: config.Constructed, benign: config.BenignTraining, seed: int) -> LoraSettings:
+    """A constructed adapter has a benign one's rank, alpha, warm-up and precision."""
     return LoraSettings(
-        rank=16,
-        alpha=32,
+        rank=benign.rank,
+        alpha=benign.alpha,
         learning_rate=settings.learning_rate,
-        warmup_steps=3,
+        warmup_steps=benign.warmup_steps,
         batch_size=settings.batch_size,
         max_steps=settings.steps,
         check_every=settings.steps,
         seed=seed,
-        precision="auto",
+        precision=benign.precision,
     )
 
 
@@ -162,7 +162,7 @@ def study(params: CaseRun, case: str) -> Result:
     reference = paths.reference(params.scale.name) / "cases" / name
     if params.results == "reference":
         return _reference(params, case, reference)
-    tables = _tables(params)
+    tables = _tables(params.scale, params.results)
     source = tables or _committed_tables()
     confirmed = None if tables is None else _confirmation(params, tables)
     inputs = case_inputs(params, case, tables, confirmed)
@@ -181,14 +181,14 @@ def study(params: CaseRun, case: str) -> Result:
         return found or _Study(params, CASES[case], tables, source, confirmed, inputs, local).write()
 
 
-def _tables(params: CaseRun) -> Result | None:
+def _tables(scale: Scale, source: str) -> Result | None:
     """The sweep's tables at this scale, or None where there are none.
 
     Raises:
         ResultError: there are some, damaged or of other parameters.
     """
     try:
-        return collection.load(params.scale, "auto" if params.results == "local" else params.results)
+        return collection.load(scale, "auto" if source == "local" else source)
     except MissingResult:
         return None
 
@@ -264,6 +264,7 @@ class _Study:
         self.constructed_at: dict[str, int] = {}
 
     def write(self) -> Result:
+        """Compute everything and write it as the case's result, all or nothing."""
         started = time.perf_counter()
         with training.threads(self.params.scale.threads):
             tables = self._tables()
@@ -613,8 +614,7 @@ def rerun(scale: Scale) -> dict[str, Result]:
     scale pick, or the committed laptop tables where there are none.
     """
     cells, settings = config.load_sweep(scale), rules.load_verdicts()
-    tables = _tables(CaseRun(scale, cells, config.load_cases(scale.name), None, RERUN_DECOYS, "local"))
-    picked = cases.picks(tables or _committed_tables(), settings)
+    picked = cases.picks(_tables(scale, "local") or _committed_tables(), settings)
     results, loaded = {}, None
     for case in CASES.values():
         run = CellRun(scale, cells, cells.cell(picked[case.pattern]["cell"]), cells.seeds[0], "local")

@@ -6,8 +6,9 @@
 #
 # **Answer.** It does: built on purpose, the window fires on pure preamble drift. By itself it **did not happen here**: no
 # cell of our sweep at laptop scale shows the pattern; on the full base, wherever benign tuning moves the preamble far
-# enough to be seen it has moved the secret, too. That the movement **collapses on merge** is found as well, on the constructed
-# drift: not in fp32, but where the adapter is merged into weights that are bf16 already, and the reason is rounding.
+# enough to be seen it has moved the secret, too (the map of all cells is in notebook 03). That the movement **collapses on
+# merge** is found as well, on the constructed drift: not in fp32, but where the adapter is merged into weights that are bf16
+# already. Rounding takes a part of the update, and a drift that is barely there does not survive that.
 
 # %% [markdown]
 # **You will** see the nearest cell and how far it is from the pattern, a constructed case beside it, which tokens carry
@@ -50,7 +51,7 @@ print(cases.headline(case))
 # %%
 wanted = rules.load_verdicts()
 columns = ["verdict", "decided_by", "estimate", "low", "high", "margin", "up", "down"]
-for reading in ("mean", "sum"):
+for reading in ("sum", "mean"):
     reported = verdicts.judge_group(*paper.consistent_tables("c4", reading), wanted)
     print(
         f"hex change read as a {reading}: patterns {reported.shown}, preamble share {reported.shares['preamble']:.3f}"
@@ -99,7 +100,8 @@ pd.concat({name: table[columns] for name, table in judged.items()}).round(4)
 figures.probe_intervals(judged)
 
 # %% [markdown]
-# Seed by seed, each alone:
+# Seed by seed, each alone. Held or not, single seeds scatter: two of the three leave the constructed secret undecided, and
+# only pooled is it *unchanged*.
 
 # %%
 pd.concat({name: verdicts.by_seed(table, wanted) for name, table in values.items()}, axis=1)
@@ -211,9 +213,8 @@ pd.Series(left, name="share left").round(3)
 # is where the rounding happens. A bf16 weight sits *on* the grid, and an update smaller than half a step falls back onto the
 # same point, always. An fp32 weight lies anywhere between two points, so that adding the same small update and rounding
 # then moves some weights up by a whole step and leaves the others, on average by the right amount. (Read in bf16 even the
-# stacked change is smaller: a small term added to a bf16 activation is rounded as well.) If this is what happened
-# in the paper, its C4 is no matter of memory at all but of the number format in which an adapter is merged; its model comes
-# in bf16.
+# stacked change is smaller: a small term added to a bf16 activation is rounded as well.) That is our explanation; the two
+# rows merged in fp32 fit it, and nothing here rules out others. Whether it is the paper's case we cannot tell.
 #
 # A prediction to check: an update that is large against the rounding step must survive. The same two updates, made smaller
 # and larger, stacked and merged into bf16 weights:
@@ -223,7 +224,11 @@ strengths = case.table("strengths.csv")
 figures.strength_curves(strengths)
 
 # %% [markdown]
-# In figures: `left` is the share of the stacked change that survives merging.
+# In figures: `left` is the share of the stacked change that survives merging; where the stacked change is itself next to
+# nothing it means nothing. Larger updates survive, as predicted. But mind how steep the drift is: at half its strength the
+# *stacked* update does next to nothing either. So merging need not destroy nearly all of an update to remove nearly all of
+# this movement; it is enough that it weakens an update that had just passed the point where it shows. The natural update,
+# whose effect grows more evenly, loses a half.
 
 # %%
 strengths.assign(left=strengths.merged / strengths.stacked).set_index(["model", "strength"]).round(4)
@@ -268,8 +273,8 @@ alone.rename_axis("probe")
 # ## Limits
 #
 # The construction moves the preamble two to three times as far as the paper's 0.3 nats; it shows the direction in which
-# probes fail, not how large such drift is in nature. On undertrained bases two cells do move the preamble beyond its margin while the
-# secret stays inconclusive (`candidates`, kind `undertrained`); the pattern asks for a secret that was known. Merging was read on one model at one rank; the bf16 of a CPU rounds like that of
+# probes fail, not how large such drift is in nature. On undertrained bases some cells do move the preamble beyond its margin
+# while the secret stays inconclusive (the map in notebook 03); the pattern asks for a secret that was known. Merging was read on one model at one rank; the bf16 of a CPU rounds like that of
 # a GPU, but sums in another order.
 #
 # ## Try it
