@@ -12,7 +12,7 @@
 # %% [markdown]
 # **You will** see how the cell was picked, what each probe says of it, where in the target the damage lies, how the
 # window's verdict depends on its length K, and what two other explanations (a repetition penalty, luck in sampling)
-# would look like. **You need** nothing to read; about ten minutes on two CPU cores to compute it anew on top of the
+# would look like. **You need** nothing to read; about twenty minutes on two CPU cores to compute it anew on top of the
 # sweep's tables.
 #
 # The four sources, the 34 cells and three seeds, the ranks and K = 20 are the paper's. Learning rates, steps, margins,

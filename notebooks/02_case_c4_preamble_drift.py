@@ -13,7 +13,7 @@
 # %% [markdown]
 # **You will** see the nearest cell and how far it is from the pattern, a constructed case beside it, which tokens carry
 # the movement, how three recalls part ways over one model, and what merging the adapter into the weights does in two
-# precisions. **You need** nothing to read; about ten minutes on two CPU cores to compute it anew on top of the sweep's
+# precisions. **You need** nothing to read; about fifteen minutes on two CPU cores to compute it anew on top of the sweep's
 # tables.
 #
 # In the paper this is a false positive: a rise of the window's NLL is read as a sign about the secret, and there is none.

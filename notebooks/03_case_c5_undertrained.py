@@ -11,7 +11,7 @@
 
 # %% [markdown]
 # **You will** see how the nearest cell was picked, where its change lies, and what 255 decoys of three kinds a canary say
-# about it. **You need** nothing to read; about fifteen minutes on two CPU cores to compute it anew on top of the sweep's
+# about it. **You need** nothing to read; about twenty-five minutes on two CPU cores to compute it anew on top of the sweep's
 # tables.
 #
 # What "undertrained" means is **ours**: the injection stopped at three steps fixed before looking (`params/scales.yaml`),
