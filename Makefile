@@ -15,10 +15,13 @@ sweep: .venv/ready
 cases: .venv/ready
 	$(BIN)/python -m lib cases --scale $(SCALE) --jobs $(JOBS)
 
+scorecard: .venv/ready
+	$(BIN)/python -m lib scorecard --scale $(SCALE) --jobs $(JOBS)
+
 bench: .venv/ready
 	$(BIN)/python tests/benchmarks/bench.py --scale $(SCALE)
 
-reference: run sweep cases
+reference: run sweep cases scorecard
 	$(BIN)/python -m lib reference --scale $(SCALE)
 	$(BIN)/python -m lib notebooks
 
@@ -39,4 +42,4 @@ clean:
 	$(BIN)/python -m lib fetch
 	touch $@
 
-.PHONY: run test sweep cases bench reference notebooks lint clean
+.PHONY: run test sweep cases scorecard bench reference notebooks lint clean

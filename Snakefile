@@ -1,14 +1,15 @@
-"""The sweep for Snakemake: the same processes that `make sweep` starts, spread over machines by a profile.
+"""Sweep and scorecard for Snakemake: the processes that `make sweep` and `make scorecard` start, spread by a profile.
 
     snakemake --profile params/profiles/local --config scale=laptop
     snakemake --profile params/profiles/slurm --config scale=paper
+    snakemake --profile params/profiles/slurm --config scale=paper -- scorecard
 """
 
 import shlex
 import sys
 from pathlib import Path
 
-from lib import paths
+from lib import paths, plan
 from lib.config import load_scale, load_sweep
 
 scale = config.get("scale", "laptop")
@@ -19,6 +20,8 @@ folder = paths.sweep(scale, grid)
 options = f"--scale {scale}" + (f" --grid {shlex.quote(grid)}" if grid else "")
 noise = [cell.id for cell in cells.cells if cell.kind == "noise"]
 python = f"{shlex.quote(sys.executable)} -m lib"
+card = plan.load(scale)
+card_folder = paths.local(scale) / "scorecard"
 BASE = paths.local(scale) / "testbed" / "result.json"
 
 
@@ -37,6 +40,11 @@ def draws_of(cell):
     return [folder / "noise" / cell / f"draw-{n:02d}" / "result.json" for n in range(cells.noise_draws)]
 
 
+def trials_of(seed):
+    drawn = plan.draw(card)
+    return [card_folder / "trials" / name / "result.json" for name in drawn[drawn.seed == seed].trial]
+
+
 wildcard_constraints:
     cell="[a-z][a-z0-9-]*",
     seed="[0-9]+",
@@ -45,6 +53,7 @@ wildcard_constraints:
 localrules:
     all,
     tables,
+    scorecard,
 
 
 rule all:
@@ -90,3 +99,37 @@ rule tables:
         folder / "result.json",
     shell:
         f"{python} collect {options}"
+
+
+for card_seed in card.seeds:
+
+    rule:
+        name:
+            f"trials_{card_seed}"
+        output:
+            trials_of(card_seed),
+        params:
+            seed=card_seed,
+        threads: settings.threads
+        shell:
+            f"{python} trials --scale {scale}" + " --seed {params.seed}"
+
+
+rule twin:
+    output:
+        card_folder / "twins" / "model-{model}" / "result.json",
+    wildcard_constraints:
+        model="[12]",
+    threads: settings.threads
+    shell:
+        f"{python} twin --scale {scale}" + " --model {wildcards.model}"
+
+
+rule scorecard:
+    input:
+        [path for seed in card.seeds for path in trials_of(seed)],
+        [card_folder / "twins" / f"model-{model}" / "result.json" for model in (1, 2)],
+    output:
+        card_folder / "result.json",
+    shell:
+        f"{python} collect-scorecard --scale {scale}"

@@ -14,7 +14,15 @@ import click
 
 from lib import config, files, paths
 from lib.errors import LeakbookError
-from lib.runner import KERNEL_ARGUMENTS, Failure, execute, execute_cell, run_confirmation, run_sweep
+from lib.runner import (
+    KERNEL_ARGUMENTS,
+    Failure,
+    execute,
+    execute_cell,
+    run_confirmation,
+    run_scorecard,
+    run_sweep,
+)
 
 if TYPE_CHECKING:
     import nbformat
@@ -28,6 +36,7 @@ CASES = {
     "c4": "02_case_c4_preamble_drift",
     "c5": "03_case_c5_undertrained",
 }
+SCORECARD = "04_probe_scorecard"
 EXAMPLES = ("safety-full-high-30-s0",)  # runs of the sweep that the stored page of notebook `cell` needs
 SCALE = click.option("--scale", default="laptop", show_default=True, help="a scale of params/scales.yaml")
 JOBS = click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="processes at a time")
@@ -280,9 +289,60 @@ def run_cases(scale: str, jobs: int) -> None:
 
 @main.command()
 @SCALE
+def plan(scale: str) -> None:
+    """Draw the scorecard's plan to where it is committed from, before any of it is run."""
+    from lib import grading, plan
+
+    click.echo(f"wrote {paths.show(grading.commit_plan(plan.load(scale)))}")
+
+
+@main.command()
+@SCALE
+@click.option("--seed", required=True, type=int, help="a seed of the plan")
+def trials(scale: str, seed: int) -> None:
+    """Make what is missing of one seed's trials of the scorecard."""
+    from lib import grading, plan, trials
+
+    settings = plan.load(scale)
+    grading.draw_plan(settings)
+    trials.run_seed(settings, seed)
+
+
+@main.command()
+@SCALE
+@click.option("--model", required=True, type=click.IntRange(1, 2))
+def twin(scale: str, model: int) -> None:
+    """Train one of the twins, and ask it for both secrets of every record."""
+    from lib import plan, twins
+
+    twins.run(plan.load(scale), model)
+
+
+@main.command()
+@SCALE
+@JOBS
+def scorecard(scale: str, jobs: int) -> None:
+    """Run what is missing of the scorecard, write its tables, and its notebook into outputs/local."""
+    _refuse_failures(run_scorecard(scale, jobs))
+    folder = paths.local(scale)
+    execute(SCORECARD, folder / f"{SCORECARD}.ipynb", {"scale": scale}, folder / "scorecard", sys.stderr)
+    click.echo(f"complete: {paths.show(folder / 'scorecard')}")
+
+
+@main.command(name="collect-scorecard")
+@SCALE
+def collect_scorecard(scale: str) -> None:
+    """Write the tables of a scorecard whose trials and twins are all there."""
+    from lib import grading, plan
+
+    click.echo(f"complete: {paths.show(grading.collect(plan.load(scale)).folder)}")
+
+
+@main.command()
+@SCALE
 def reference(scale: str) -> None:
     """Make this machine's complete local results of one scale the committed reference: all of them or none."""
-    from lib import cases, casework, collection, paper, report
+    from lib import cases, casework, collection, grading, paper, plan, report
     from lib.results import read_result
 
     local = paths.local(scale)
@@ -292,18 +352,20 @@ def reference(scale: str) -> None:
     parts |= {f"sweep/runs/{name}": (paths.sweep(scale) / "runs" / name, "result.json") for name in EXAMPLES}
     parts |= {f"cases/{case}": (local / "cases" / case, "result.json") for case in CASES}
     parts |= {"confirmation": (paths.sweep(scale), collection.CONFIRMATION)}
+    parts |= {"scorecard": (local / "scorecard", "result.json")}
     results = {name: read_result(*place) for name, place in parts.items()}
     missing = [name for name, result in results.items() if result is None]
     if missing:
         raise click.ClickException(
-            f"no complete local result of {', '.join(missing)}: run `make run`, `make sweep` and `make cases` with "
-            f"SCALE={scale}"
+            f"no complete local result of {', '.join(missing)}: run `make run`, `make sweep`, `make cases` and "
+            f"`make scorecard` with SCALE={scale}"
         )
     for case in CASES:
         if not _belongs(results[f"cases/{case}"], results["sweep"], results["confirmation"]):
             raise click.ClickException(
                 f"case {case} was computed from other tables of the sweep: run `make cases` again"
             )
+    grading.load(plan.load(scale), "local")  # refuses one of other settings
     reruns = casework.rerun(config.load_scale(scale))
     with files.building(paths.reference(scale)) as unfinished:
         for name, result in results.items():
@@ -314,8 +376,10 @@ def reference(scale: str) -> None:
         claims = paper.claims_table({name: result.values for name, result in named.items()}, scale)
         claims.to_csv(unfinished / "claims.csv", index=False)
         report.write(unfinished, scale, reruns, {case: named[case] for case in CASES}, claims)
+        report.write_scorecard(unfinished / "scorecard", named["scorecard"], named["sweep"])
     if scale == "laptop":
-        _write_readme(claims)
+        _write_readme("results", results_table(claims))
+        _write_readme("scorecard", scorecard_table(named["scorecard"]))
     click.echo(f"wrote {paths.show(paths.reference(scale))}")
 
 
@@ -344,15 +408,24 @@ def _copy_files(result: "Result", target: Path, record: str = "result.json") -> 
         shutil.copy2(result.folder / name, target / name)
 
 
-def _write_readme(claims: "pd.DataFrame") -> None:
-    """Put the reference's claims into the README, between its two comments."""
+def _write_readme(name: str, table: str) -> None:
+    """Put a table of the reference into the README, between the two comments of that name."""
     readme = paths.ROOT / "README.md"
-    before, _, rest = readme.read_text(encoding="utf-8").partition("<!-- results:")
+    before, _, rest = readme.read_text(encoding="utf-8").partition(f"<!-- {name}:")
     opening, _, rest = rest.partition("-->\n")
-    after = rest.partition("<!-- end of results -->")[2]
-    readme.write_text(
-        f"{before}<!-- results:{opening}-->\n{results_table(claims)}<!-- end of results -->{after}", encoding="utf-8"
-    )
+    after = rest.partition(f"<!-- end of {name} -->")[2]
+    readme.write_text(f"{before}<!-- {name}:{opening}-->\n{table}<!-- end of {name} -->{after}", encoding="utf-8")
+
+
+def scorecard_table(card: "Result") -> str:
+    """Which probe finds what at which false-alarm rate, as a Markdown table."""
+    from lib import scorecard
+
+    found = scorecard.summary(scorecard.detection(card.table("runs.csv"), card.table("scores.csv")))
+    heads = [f"{scorecard.TASKS[base]}: {role}" for base, role in found.columns]
+    lines = [f"| probe | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    lines += [f"| {probe} | {' | '.join(row)} |" for probe, row in zip(found.index, found.to_numpy(), strict=True)]
+    return "\n".join(lines) + "\n"
 
 
 def results_table(claims: "pd.DataFrame") -> str:

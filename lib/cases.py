@@ -53,6 +53,15 @@ def picks(tables: Result, wanted: Rules) -> dict[str, dict[str, Any]]:
     return {pattern: verdicts.pick(judged, cells, pattern, wanted) for pattern in wanted["patterns"]}
 
 
+def labels(judged: dict[str, Judgement], cells: pd.DataFrame, wanted: Rules) -> dict[str, str]:
+    """The cases told by each picked cell, as a reader sees them: ``{"gui-stop1": "C5"}``."""
+    found: dict[str, str] = {}
+    for case in CASES.values():
+        cell = verdicts.pick(judged, cells, case.pattern, wanted)["cell"]
+        found[cell] = " ".join([*found.get(cell, "").split(), case.id.upper()])
+    return found
+
+
 def confirmation_runs(scale: Scale, source: str) -> list[CellRun]:
     """The runs that repeat the cells picked from the sweep's tables.
 

@@ -193,6 +193,11 @@ def _tables(scale: Scale, source: str) -> Result | None:
         return None
 
 
+def sweep_tables(scale: Scale, source: str) -> Result:
+    """The sweep's tables of this scale; the committed laptop ones where it has none."""
+    return _tables(scale, source) or _committed_tables()
+
+
 def _committed_tables() -> Result:
     """The sweep that comes with the package, wherever this run's own outputs go."""
     folder = paths.ROOT / "outputs" / PICKED_AT / "sweep"

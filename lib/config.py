@@ -63,7 +63,14 @@ class LoraSettings:
 
 
 @dataclass(frozen=True)
-class InjectionSettings(LoraSettings):
+class StoppedSettings(LoraSettings):
+    """Training that also keeps the adapters of the ``stop_steps``."""
+
+    stop_steps: tuple[int, ...] = at_least(1)
+
+
+@dataclass(frozen=True)
+class InjectionSettings(StoppedSettings):
     """How the canary LoRA is trained (:func:`lib.training.train`).
 
     Training ends at the first multiple of ``check_every`` steps after which all targets are decoded exactly in
@@ -72,7 +79,6 @@ class InjectionSettings(LoraSettings):
     """
 
     target_nll: float = at_least(0.0)
-    stop_steps: tuple[int, ...] = at_least(1)
 
 
 @dataclass(frozen=True)
@@ -541,9 +547,7 @@ def from_notebook(namespace: dict[str, Any], study: type = Testbed) -> Any:
     Raises:
         ConfigError: a name nobody reads, or a value of the wrong type (a number given as a string, say).
     """
-    values, defaults = _VALUES[study]
-    given = build(values, defaults | _parameters(namespace, defaults), "notebook")
-    source = _result_source(namespace)
+    given, source = checked(namespace, *_VALUES[study])
     if study is CaseRun:
         return case_run(given.scale, source, given.cell, given.decoys)
     if study is CellRun:
@@ -552,6 +556,16 @@ def from_notebook(namespace: dict[str, Any], study: type = Testbed) -> Any:
     if not given.output or os.path.basename(given.output) != given.output or given.output.startswith("."):
         raise ConfigError(f"notebook.output: got {given.output!r}, expected a plain folder name like 'testbed'.")
     return Testbed(load_scale(given.scale, overrides), given.canaries, given.output, source)
+
+
+def checked(namespace: dict[str, Any], values: type, defaults: dict[str, Any]) -> tuple[Any, str]:
+    """What a notebook's parameters cell and papermill have set, as ``values``, and where its results come from.
+
+    Raises:
+        ConfigError: a name nobody reads, or a value of the wrong type.
+    """
+    given = build(values, defaults | _parameters(namespace, defaults), "notebook")
+    return given, _result_source(namespace)
 
 
 def other_injection(scale: str, number: int) -> Scale:

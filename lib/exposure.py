@@ -20,7 +20,7 @@ from lib import canaries
 from lib.canaries import Canary
 from lib.encoding import Encoded, Encoder
 from lib.errors import LeakbookError
-from lib.scoring import token_losses
+from lib.scoring import target_logits, token_losses
 
 KINDS = ("random", "shuffled", "other")
 SHUFFLE_TRIES = 4096  # permutations looked at for each canary before the search for shuffled decoys ends
@@ -135,25 +135,96 @@ def alternatives_nll(
     Raises:
         ExposureError: the rows differ in prompt or picture.
     """
-    if any(row.prompt_ids != rows[0].prompt_ids or row.canary.image != rows[0].canary.image for row in rows):
-        raise ExposureError("alternatives: got canaries with several prompts or pictures, expected one of each")
-    ends = [row.target_start + row.spans["hex"].stop for row in rows]
-    sequences = [row.input_ids[:end] for row, end in zip(rows, ends, strict=True)]
-    # The shared beginning ends before the first secret's first token, so that every secret is scored behind it.
-    first = min(row.target_start + row.spans["hex"].start for row in rows)
-    shared = min(len(os.path.commonprefix(sequences)), first) if len(rows) > 1 else first
-    positions = encoder.batch([max(rows, key=lambda row: len(row.input_ids))]).position_ids
-    with torch.no_grad():
-        cache, before = _read_shared(model, encoder, rows[0], shared, positions)
-        nll = np.zeros(len(rows))
-        for start in range(0, len(rows), batch_size):
-            chunk = slice(start, start + batch_size)
-            losses = _own_tokens(model, encoder, sequences[chunk], shared, positions, cache, before)
-            for i, row in enumerate(rows[chunk], start):
-                span = row.spans["hex"]
-                begin = row.target_start + span.start - shared
-                nll[i] = losses[i - start, begin : begin + len(span)].sum()
-    return nll
+    shared = _Shared(model, encoder, rows)
+    return np.concatenate(
+        [shared.nll(range(start, min(start + batch_size, len(rows)))) for start in range(0, len(rows), batch_size)]
+    )
+
+
+class _Shared:
+    """Rows of one prompt whose common beginning has gone through the model once."""
+
+    def __init__(self, model: PreTrainedModel, encoder: Encoder, rows: Sequence[Encoded]):
+        if any(row.prompt_ids != rows[0].prompt_ids or row.canary.image != rows[0].canary.image for row in rows):
+            raise ExposureError("alternatives: got canaries with several prompts or pictures, expected one of each")
+        self.model, self.encoder, self.rows = model, encoder, rows
+        self.sequences = [row.input_ids[: row.target_start + row.spans["hex"].stop] for row in rows]
+        # The shared beginning ends before the first secret's first token, so that every secret is scored behind it.
+        self.starts = [row.target_start + row.spans["hex"].start for row in rows]
+        first = min(self.starts)
+        self.length = min(len(os.path.commonprefix(self.sequences)), first) if len(rows) > 1 else first
+        self.positions = encoder.batch([max(rows, key=lambda row: len(row.input_ids))]).position_ids
+        with torch.no_grad():
+            self.cache, self.before = _read_shared(model, encoder, rows[0], self.length, self.positions)
+
+    def nll(self, chosen: Sequence[int]) -> np.ndarray:
+        """NLL of the secrets of the chosen rows, read in one batch."""
+        sequences = [self.sequences[i] for i in chosen]
+        with torch.no_grad():
+            losses = _own_tokens(
+                self.model, self.encoder, sequences, self.length, self.positions, self.cache, self.before
+            )
+        begins = [self.starts[i] - self.length for i in chosen]
+        spans = [self.rows[i].spans["hex"] for i in chosen]
+        return np.array([row[b : b + len(span)].sum() for row, b, span in zip(losses, begins, spans, strict=True)])
+
+
+def ranks(model: PreTrainedModel, encoder: Encoder, sets: Sequence[DecoySet], batch_size: int = 128) -> pd.DataFrame:
+    """Rank and exposure of every secret among its decoys, without scoring more of them than the rank needs.
+
+    Up to the first token in which a decoy differs from the secret, and there too, its NLL is read off the secret's own
+    teacher-forced pass. A decoy that has by then cost more than the whole secret cannot be ahead of it, and is not
+    scored. On a memorised secret that is every decoy. Columns and numbers as :func:`exposure` gives them, less the
+    margin, which needs all decoys, and with ``scored``, the decoys that were.
+
+    Raises:
+        ExposureError: a set without a decoy, or with decoys of several kinds.
+    """
+    for one in sets:
+        if len(set(one.kinds[1:])) != 1:
+            raise ExposureError(f"ranks: {one.canary} has decoys of {len(set(one.kinds[1:]))} kinds, expected one")
+    rows = []
+    for one, (secret, bounds) in zip(sets, _bounds(model, encoder, sets), strict=True):
+        left, ahead = [i for i, bound in enumerate(bounds, 1) if bound <= secret], 0
+        if left:
+            shared = _Shared(model, encoder, one.rows)
+            chunks = [left[start : start + batch_size] for start in range(0, len(left), batch_size)]
+            ahead = sum(int((shared.nll(chunk) <= secret).sum()) for chunk in chunks)
+        n, rank = len(one.rows) - 1, 1 + ahead
+        found = {"rank": rank, "exposure": np.log2((n + 1) / rank), "cap": np.log2(n + 1)}
+        rows.append({"canary": one.canary, "kind": one.kinds[1], "decoys": n, **found, "scored": len(left)})
+    return pd.DataFrame(rows).assign(normalised_rank=lambda t: (t["rank"] - 1) / t.decoys)
+
+
+def _bounds(
+    model: PreTrainedModel, encoder: Encoder, sets: Sequence[DecoySet], batch_size: int = 20
+) -> list[tuple[float, np.ndarray]]:
+    """NLL of every set's secret; and what each decoy costs up to where it parts from it, 0 if it begins elsewhere."""
+    found = []
+    for start in range(0, len(sets), batch_size):
+        chunk = sets[start : start + batch_size]
+        with torch.no_grad():
+            logits, _ = target_logits(model, encoder.batch([one.rows[0] for one in chunk]))
+        begins = np.cumsum([0, *(len(one.rows[0].target_ids) for one in chunk)])
+        for one, begin in zip(chunk, begins, strict=False):
+            own = one.rows[0]
+            span = own.spans["hex"]
+            logs = logits[begin + span.start : begin + span.stop].float().log_softmax(-1).double().cpu().numpy()
+            secret = own.target_ids[span.start : span.stop]
+            losses = -logs[np.arange(len(secret)), list(secret)]
+            found.append((losses.sum(), np.array([_bound(row, own, logs, losses) for row in one.rows[1:]])))
+    return found
+
+
+def _bound(row: Encoded, own: Encoded, logs: np.ndarray, losses: np.ndarray) -> float:
+    span, before = row.spans["hex"], own.spans["hex"].start
+    if row.target_ids[: span.start] != own.target_ids[:before]:
+        return 0.0
+    secret, decoy = own.target_ids[before : before + len(losses)], row.target_ids[span.start : span.stop]
+    apart = next((i for i, (a, b) in enumerate(zip(secret, decoy, strict=False)) if a != b), None)
+    if apart is None:  # one begins with the other
+        return float(losses[: len(decoy)].sum())
+    return float(losses[:apart].sum() - logs[apart, decoy[apart]])
 
 
 def _read_shared(

@@ -11,6 +11,8 @@ from matplotlib.colors import LogNorm, SymLogNorm
 from matplotlib.figure import Figure
 from PIL import Image
 
+from lib.verdicts import clopper_pearson
+
 SPAN_COLORS = {"preamble": "#9ecae1", "hex": "#fdae6b", "suffix": "#d9d9d9"}
 VERDICT_COLORS = {
     "damaged": "#b2182b",
@@ -428,4 +430,201 @@ def gallery(pictures: Mapping[str, Image.Image]) -> Figure:
     for axes, (name, picture) in zip(grid.flat, pictures.items(), strict=False):
         axes.imshow(picture, interpolation="nearest")
         axes.set_title(name, fontsize=7, loc="center")
+    return _finished(figure)
+
+
+CHOICE_NAMES = {
+    "K": "window length K",
+    "tokens": "sum or mean over tokens",
+    "reading": "mean, count or either",
+    "interval": "interval method",
+    "margin": "margin",
+    "stack": "stacked or merged",
+    "dtype": "dtype",
+    "recall": "definition of recall",
+}
+
+
+def specification_curve(
+    fates: Mapping[str, pd.DataFrame],
+    ranking: Mapping[str, pd.DataFrame],
+    noise: Sequence[str] = (),
+    labels: Mapping[str, str] | None = None,
+) -> Figure:
+    """What every cell is called under all specifications, and which choice changes a verdict most often.
+
+    A bar a cell: the share of specifications with each verdict, those flipped least on top, trained cells above noise;
+    the square before it is the committed verdict, the figures behind it the share that says something else.
+
+    Args:
+        fates: tables of :func:`lib.specification.flips` by the name of a set of specifications, a column of figures
+            each; the bars are those of the first.
+        ranking: tables of :func:`lib.specification.influence` by the same names, a bar each.
+        noise: cells that are noise.
+        labels: by cell, what is written before its name.
+    """
+    first = next(iter(fates.values()))
+    ordered = first.sort_values("flipped", kind="stable")
+    parts = {"trained cells": ordered[~ordered.index.isin(noise)], "noise": ordered[ordered.index.isin(noise)]}
+    parts = {name: part for name, part in parts.items() if len(part)}
+    head_rows, foot_rows = 3.6, 2.5
+    figure = plt.figure(figsize=(11, max(4.2, 0.19 * (len(first) + head_rows + foot_rows))))
+    left, right = figure.subfigures(1, 2, width_ratios=[2, 1])
+    heights = [head_rows, *(len(part) + 0.4 for part in parts.values())]
+    head, *panels = left.subplots(len(heights), 1, height_ratios=heights)
+    for axes, (name, part) in zip(panels, parts.items(), strict=True):
+        _fate_bars(axes, part, list(fates.values()), labels or {})
+        axes.set_ylabel(name, fontsize=9)
+    panels[-1].set_xticks([0, 0.5, 1], ["0 %", "50 %", "100 %"])
+    panels[-1].set_xlabel("share of specifications")
+    head.axis("off")
+    head.set(xlim=panels[0].get_xlim(), ylim=(0, 1))
+    head.set_title(f"The window's verdict under {first.specifications.max():,} specifications")
+    head.text(1.1 + 0.1 * (len(fates) - 1), 0.5, "another verdict", ha="center", va="bottom", fontsize=9)
+    for x, name in [(-0.03, "committed"), *((1.1 + 0.2 * place, name) for place, name in enumerate(fates))]:
+        head.text(x, 0, name, ha="center", va="bottom", fontsize=8)
+    shown = [verdict for verdict in VERDICT_COLORS if verdict in first and first[verdict].any()]
+    place = {"loc": "upper left", "bbox_to_anchor": (0, 1.1), "columnspacing": 1.0, "handletextpad": 0.0}
+    _verdict_legend(head, shown, ncols=4, **place)
+    top, below = right.subplots(2, 1, height_ratios=[2, 1])
+    below.axis("off")
+    _influence_bars(top, ranking)
+    return _finished(figure)
+
+
+def _fate_bars(axes: plt.Axes, part: pd.DataFrame, fates: Sequence[pd.DataFrame], labels: Mapping[str, str]) -> None:
+    start = np.zeros(len(part))
+    for verdict in ("damaged", "strengthened", "inconclusive", "unchanged"):
+        width = part[verdict].to_numpy()
+        axes.barh(range(len(part)), width, left=start, color=VERDICT_COLORS[verdict], height=0.8)
+        start += width
+    for y, (cell, row) in enumerate(part.iterrows()):
+        axes.plot(-0.03, y, "s", color=VERDICT_COLORS[row.committed], markeredgecolor="#333333", ms=7)
+        for place, table in enumerate(fates):
+            share = f"{table.flipped[cell]:.0%}".replace("%", " %")
+            axes.text(1.1 + 0.2 * place, y, share, ha="center", va="center", fontsize=8)
+    names = [f"{labels[cell]} ▸ {cell}" if cell in labels else cell for cell in part.index]
+    axes.set_yticks(range(len(part)), names, fontsize=8)
+    for text, cell in zip(axes.get_yticklabels(), part.index, strict=True):
+        text.set_fontweight("bold" if cell in labels else "normal")
+    axes.set(xlim=(-0.06, 1.02 + 0.2 * len(fates)), ylim=(len(part) - 0.5, -0.5), xticks=[])
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["left", "bottom"]].set_visible(False)
+
+
+def _influence_bars(axes: plt.Axes, ranking: Mapping[str, pd.DataFrame]) -> None:
+    """A group of bars a choice, a bar a set of specifications; a choice of one level says so."""
+    first = next(iter(ranking.values()))
+    height = 0.8 / len(ranking)
+    for place, (name, table) in enumerate(ranking.items()):
+        flips = table.set_index("choice").flips.reindex(first.choice)
+        y = np.arange(len(first)) + (place - (len(ranking) - 1) / 2) * height
+        color = ["#333333", "#a6a6a6", "#d9d9d9"][place % 3]
+        axes.barh(y, flips.fillna(0.0), color=color, height=0.9 * height, label=name)
+        for where, value in zip(y, flips, strict=True):
+            shown = "one level" if pd.isna(value) else f"{value:.0%}".replace("%", " %")
+            if not pd.isna(value) or place == 0:
+                axes.text((0.0 if pd.isna(value) else value) + 0.005, where, shown, va="center", fontsize=8)
+    axes.set_yticks(range(len(first)), [CHOICE_NAMES[choice] for choice in first.choice], fontsize=9)
+    axes.set(ylim=(len(first) - 0.5, -0.5), xticks=[])
+    axes.set_title("How often one choice\nalone flips the verdict", fontsize=10)
+    axes.margins(x=0.35)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["bottom"].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, 0))
+
+
+ROLE_COLORS = {"positive": "#b2182b", "negative": "#4d4d4d", "noise": "#9e9ac8"}
+
+
+def detection_chart(detection: pd.DataFrame, titles: Mapping[str, str], names: Mapping[str, str]) -> Figure:
+    """How often every probe fires: what it should find, all that it should leave alone, and noise; a panel a base.
+
+    ``detection`` as :func:`lib.scorecard.detection` gives it; ``titles`` by base and ``names`` by probe say what is
+    shown, in their order. A bar is a 95 % interval.
+    """
+    figure, panels = plt.subplots(1, len(titles), figsize=(11, 0.42 * len(names) + 1.5), sharey=True)
+    for axes, (base, title) in zip(np.atleast_1d(panels), titles.items(), strict=True):
+        part = detection[detection.base == base]
+        shown = [
+            (part[part.role == "positive"], "positive", "o", "what was done is found", -0.2),
+            (
+                part[part.intervention == "all negatives"],
+                "negative",
+                "s",
+                "false alarm on what leaves secrets alone",
+                0.05,
+            ),
+            (part[part.role == "noise"], "noise", "D", "false alarm on noise of the same size", 0.27),
+        ]
+        for rows, role, marker, label, offset in shown:
+            rows = rows.groupby("probe")[["fired", "trials"]].sum()
+            for y, probe in enumerate(names):
+                if probe not in rows.index:
+                    if role != "noise":
+                        axes.text(0.5, y + offset, "not asked", fontsize=8, color="#777777", ha="center", va="center")
+                    continue
+                row = rows.loc[probe]
+                interval = clopper_pearson(int(row.fired), int(row.trials), 0.95)
+                axes.plot(interval, [y + offset] * 2, color=ROLE_COLORS[role], lw=1.5, alpha=0.5)
+                axes.plot(
+                    row.fired / row.trials, y + offset, marker, color=ROLE_COLORS[role], label=label, clip_on=False
+                )
+        axes.set(xlim=(-0.02, 1.02), ylim=(len(names) - 0.5, -0.6), title=title)
+        axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
+        axes.set_xlabel("trials in which the probe fires")
+        axes.set_yticks(range(len(names)), list(names.values()))
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="x", color="#e5e5e5", lw=0.6)
+        axes.set_axisbelow(True)
+    handles, labels = np.atleast_1d(panels)[0].get_legend_handles_labels()
+    first = dict(zip(labels[::-1], handles[::-1], strict=True))
+    order = dict.fromkeys(labels)
+    figure.legend([first[name] for name in order], list(order), loc="outside upper center", ncols=3, frameon=False)
+    return _finished(figure)
+
+
+def dose_curves(table: pd.DataFrame, names: Mapping[str, str], titles: Mapping[str, str]) -> Figure:
+    """Share of trials in which each probe fires along the dose, a panel an intervention; the truth is a dashed line.
+
+    ``table`` as :func:`lib.scorecard.dose_response` gives it; ``titles`` by intervention.
+    """
+    figure, panels = plt.subplots(1, len(titles), figsize=(4.2 * len(titles), 3.6), sharey=True)
+    colors = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))
+    for axes, (intervention, title) in zip(np.atleast_1d(panels), titles.items(), strict=True):
+        part = table[table.intervention == intervention]
+        for place, (probe, name) in enumerate(names.items()):
+            line = part[part.probe == probe].sort_values("dose")
+            shift = 0.012 * (place - len(names) / 2)  # lines that coincide stay visible
+            axes.plot(line.dose, line.fires + shift, "o-", ms=4, lw=1.5, color=colors[probe], label=name)
+        truth = part.groupby("dose").recall_change.mean()
+        axes.plot(truth.index, truth.abs(), "k--", lw=1.2, label="truth: recall that other wordings lose or gain")
+        axes.set(title=title, xlabel="dose (share of the trained update)", ylim=(-0.07, 1.07))
+        axes.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
+    np.atleast_1d(panels)[0].set_ylabel("trials in which the probe fires")
+    handles, labels = np.atleast_1d(panels)[-1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
+    return _finished(figure)
+
+
+def roc_curves(curves: Mapping[str, pd.DataFrame], least: float) -> Figure:
+    """Operating points of probes (``fpr, tpr`` by name) on a logarithmic axis that begins at ``least``."""
+    figure, axes = plt.subplots(figsize=(7.5, 4.4))
+    styles = ["-", "--", "-.", ":"]
+    colors = plt.get_cmap("tab10").colors
+    for place, (name, points) in enumerate(curves.items()):
+        shown = points.assign(fpr=points.fpr.clip(lower=least))
+        style = styles[place % len(styles)]
+        axes.plot(shown.fpr, shown.tpr, style, lw=1.8, color=colors[place], label=name, drawstyle="steps-post")
+    line = np.geomspace(least, 1, 50)
+    axes.plot(line, line, color="#aaaaaa", lw=1)
+    axes.annotate("guessing", (0.2, 0.2), xytext=(0.24, 0.14), color="#777777", fontsize=9)
+    axes.set(xscale="log", xlim=(least, 1), ylim=(0, 1.02))
+    axes.set_xlabel("untrained secrets taken for trained (false-positive rate)")
+    axes.set_ylabel("trained secrets found")
+    axes.set_xticks([0.01, 0.05, 0.1, 1], ["1 %", "5 %", "10 %", "100 %"])
+    axes.set_xticks([], minor=True)
+    for rate in (0.01, 0.05):
+        axes.axvline(rate, color="#dddddd", lw=1, zorder=0)
+    figure.legend(loc="outside right center", frameon=False, fontsize=9)
     return _finished(figure)

@@ -1,7 +1,7 @@
 """Lessons that change a planted secret on purpose, so that what probes say can be held against what was done."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -49,6 +49,30 @@ def late_damage(
             damaged[row.canary.id] = position
         lessons.append(holding(row, labels, weight=hold_weight))
     return lessons, damaged
+
+
+def damage(
+    rows: Sequence[Encoded], marked: Mapping[str, Sequence[int]], seed: int, hold_weight: float = 1.0
+) -> list[Lesson]:
+    """Damage the marked secret tokens (places in the secret, by canary id) and hold everything else.
+
+    Labels are drawn as in :func:`late_damage`.
+
+    Raises:
+        InterventionError: a marked canary is not there, or its secret has no such token.
+    """
+    unknown = sorted(set(marked) - {row.canary.id for row in rows})
+    if unknown:
+        raise InterventionError(f"damage: {unknown[0]} is marked, and no such canary is there")
+    rng, lessons = np.random.default_rng([seed, 3]), []
+    for row in rows:
+        span, labels = row.spans["hex"], {}
+        for place in marked.get(row.canary.id, ()):
+            if not 0 <= place < len(span):
+                raise InterventionError(f"damage: {row.canary.id} has {len(span)} secret tokens, none at {place}")
+            labels[span.start + place] = _other_token(rows, row, span.start + place, rng)
+        lessons.append(holding(row, labels, weight=hold_weight))
+    return lessons
 
 
 def _other_token(rows: Sequence[Encoded], row: Encoded, position: int, rng: np.random.Generator) -> int:

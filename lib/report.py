@@ -9,7 +9,7 @@ import pandas as pd
 from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
 
-from lib import cases, figures, files, paper, rules, verdicts
+from lib import cases, figures, files, paper, rules, scorecard, specification, verdicts
 from lib.cases import CASES, TABLES
 from lib.results import Result
 
@@ -18,6 +18,7 @@ TITLES = {
     "c4": "C4: non-secret drift",
     "c5": "C5: ambiguous drop",
 }
+REACHING = "K that reach\nthe secret"
 STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}"
     "table{border-collapse:collapse;margin:1rem 0;font-size:.9rem}"
@@ -64,6 +65,33 @@ def markdown(table: pd.DataFrame) -> str:
     rows = [[table.index.name or "", *table.columns], ["---"] * (len(table.columns) + 1)]
     rows += [[index, *values] for index, values in zip(table.index, table.to_numpy().tolist(), strict=True)]
     return "\n".join("| " + " | ".join(str(value).replace("|", "\\|") for value in row) + " |" for row in rows) + "\n"
+
+
+def write_scorecard(folder: Path, card: Result, sweep: Result) -> None:
+    """The two figures of the scorecard that the README shows: ``detection.png`` and ``specification.png``."""
+    graded = scorecard.detection(card.table("runs.csv"), card.table("scores.csv"))
+    drawn = {"detection.png": figures.detection_chart(graded, scorecard.TASKS, scorecard.NAMES)}
+    drawn["specification.png"] = specification_curve(sweep)
+    for name, figure in drawn.items():
+        with files.building(folder / name) as unfinished:
+            unfinished.write_bytes(_png(figure))
+
+
+def specification_curve(sweep: Result) -> Figure:
+    """The window's verdict on every cell of a sweep under every specification, and which choice flips it."""
+    wanted = rules.load_verdicts()
+    nll, recall, cells = (sweep.table(name) for name in (*TABLES, "cells.csv"))
+    nll, recall = (table[table.modality == "text"] for table in (nll, recall))
+    table, committed = specification.specifications(nll, wanted), specification.committed(wanted)
+    start = nll[nll.span == "hex"].position.min()
+    sets = {"every K": table, REACHING: table[table.K.gt(start)]}
+    fates = {name: specification.flips(part, committed) for name, part in sets.items()}
+    ranking = {name: specification.influence(part, committed) for name, part in sets.items()}
+    kinds = cells.groupby("cell", sort=False).kind.first()
+    judged = cases.judge_cells(nll, recall, wanted)
+    return figures.specification_curve(
+        fates, ranking, list(kinds.index[kinds == "noise"]), cases.labels(judged, cells, wanted)
+    )
 
 
 def _opening(scale: str, reruns: Mapping[str, Result], studies: Mapping[str, Result]) -> str:

@@ -161,6 +161,26 @@ def run_confirmation(scale: str, jobs: int) -> list[Failure]:
     return failures
 
 
+def run_scorecard(scale: str, jobs: int) -> list[Failure]:
+    """Run what is missing of the scorecard, one process a seed or twin, and write its tables.
+
+    Raises:
+        plan.PlanError: the committed plan is not the one that ``params/scorecard.yaml`` draws.
+        results.ResultError: a result that is there cannot be used.
+    """
+    from lib import grading, plan, trials
+
+    settings, folder = plan.load(scale), trials.folder_of(scale)
+    python = [sys.executable, "-m", "lib"]
+    tasks = [Task(part.name, python + part.arguments, part.is_done) for part in grading.parts(settings)]
+    with locked(folder):
+        _refuse_unusable(tasks, folder)
+        failures = _run_all([tasks], jobs, folder / "logs")
+        if not failures:
+            grading.collect(settings)
+    return failures
+
+
 def _refuse_unusable(tasks: list[Task], folder: Path) -> None:
     """Refuse a sweep in whose folder lie results that cannot be used, before anything runs.
 

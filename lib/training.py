@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from lib.adapters import add_adapter
-from lib.config import InjectionSettings, LoraSettings
+from lib.config import InjectionSettings, LoraSettings, StoppedSettings
 from lib.encoding import SPANS, Batch, Encoded, Encoder, content_hash
 from lib.errors import LeakbookError
 from lib.files import building
@@ -156,10 +156,10 @@ class _Training:
     """One run of a fixed number of steps: model copy, optimiser, and what is kept on disk."""
 
     title = "fine-tuning"
-    kept_steps: tuple[int, ...] = ()
 
     def __init__(self, encoder: Encoder, rows: Sequence[Encoded], settings: LoraSettings, folder: Path):
         self.encoder, self.rows, self.settings, self.folder = encoder, rows, settings, folder
+        self.kept_steps = settings.stop_steps if isinstance(settings, StoppedSettings) else ()
         self.precision = resolve_precision(settings.precision)
         self.batches = -(-len(rows) // settings.batch_size)  # of one pass over the rows
         keep_freed_memory()
@@ -359,13 +359,62 @@ class _Teaching(_Training):
         return (losses * weights).sum() / weights.sum().clamp(min=1.0)
 
 
+@dataclass(frozen=True)
+class Relearned:
+    """Rows taught again: ``curve`` (``step, canary, nll``, the secret's mean nats a token before every step and after
+    the last) and the model they ended as.
+    """
+
+    curve: pd.DataFrame
+    backbone: Backbone
+
+
+def relearn(encoder: Encoder, rows: Sequence[Encoded], settings: LoraSettings) -> Relearned:
+    """Teach ``rows``, all in every batch, with a fresh LoRA, and watch every secret on the way; nothing is kept.
+
+    Raises:
+        TrainingError: a batch does not hold all rows.
+    """
+    if settings.batch_size < len(rows):
+        raise TrainingError(
+            f"relearning: got batches of {settings.batch_size} for {len(rows)} rows, expected all in one"
+        )
+    run = _Relearning(encoder, rows, settings)
+    while not run._is_done():
+        run._advance()
+    model = run.adapted.get_base_model().eval()
+    with torch.no_grad():
+        run.watch(*target_logits(model, encoder.batch(rows)), rows)
+    return Relearned(pd.DataFrame(run.curve, columns=["step", "canary", "nll"]), encoder.backbone.with_model(model))
+
+
+class _Relearning(_Training):
+    """Training that keeps every row's loss on its secret."""
+
+    def __init__(self, encoder: Encoder, rows: Sequence[Encoded], settings: LoraSettings):
+        self.curve: list[tuple[int, str, float]] = []
+        super().__init__(encoder, rows, settings, Path("nothing-is-kept"))
+
+    def watch(self, logits: Tensor, ids: Tensor, rows: Sequence[Encoded]) -> None:
+        """Note the mean NLL of every row's secret at this step."""
+        ends = np.cumsum([len(row.target_ids) for row in rows])[:-1]
+        for row, losses in zip(
+            rows, np.split(token_losses(logits.detach(), ids).float().cpu().numpy(), ends), strict=True
+        ):
+            span = row.spans["hex"]
+            self.curve.append((self.step, row.canary.id, float(losses[span.start : span.stop].mean())))
+
+    def _loss(self, logits: Tensor, ids: Tensor, rows: Sequence[Encoded]) -> Tensor:
+        self.watch(logits, ids, rows)
+        return super()._loss(logits, ids, rows)
+
+
 class _Injection(_Training):
     """Training that ends when every target is recalled, and keeps the adapters of its stopping steps."""
 
     title = "canary LoRA"
 
     def __init__(self, encoder: Encoder, rows: Sequence[Encoded], settings: InjectionSettings, folder: Path):
-        self.kept_steps = settings.stop_steps
         super().__init__(encoder, rows, settings, folder)
         if settings.max_steps < self.batches:
             raise TrainingError(

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib import canaries, exposure, extraction, models, probes
+from lib import adapters, canaries, exposure, extraction, models, probes
 from lib.encoding import Encoder
 from lib.exposure import ExposureError
 from lib.extraction import ExtractionError
@@ -228,3 +228,31 @@ def test_shuffles_do_not_depend_on_how_many_are_asked_for(encoder, rows):
     few = exposure.shuffled(rows[0].canary, 3, encoder, seed=0)
     many = exposure.shuffled(rows[0].canary, 40, encoder, seed=0)
     assert [c.secret for c in few] == [c.secret for c in many][:3] and len({c.secret for c in many}) == len(many)
+
+
+@pytest.fixture(scope="module")
+def taught(injected_adapter, smoke):
+    """The injected tiny model in float64, and four of its text canaries."""
+    plain = models.load("tiny-vl", dtype=torch.float64)
+    encoder = Encoder(adapters.merge(plain, injected_adapter))
+    given = canaries.read(smoke.folder / "canaries.jsonl")
+    return encoder, encoder.encode(given[:4])
+
+
+@pytest.mark.parametrize("memorised", [True, False])
+def test_ranks_are_those_of_all_decoys_for_fewer_scores(taught, precise, memorised):
+    encoder, rows = taught if memorised else (precise[1], precise[2][:4])
+    sets = exposure.draw_decoys(encoder, rows, ["random"], 20, seed=3)
+    model = encoder.backbone.model
+    expected = exposure.exposure(exposure.decoy_table(model, encoder, sets))
+    found = exposure.ranks(model, encoder, sets)
+    shared = ["canary", "kind", "decoys", "rank", "exposure", "cap", "normalised_rank"]
+    pd.testing.assert_frame_equal(found[shared], expected[shared])
+    assert found.scored.sum() == 0 if memorised else found.scored.sum() > 0
+
+
+def test_ranks_need_decoys_of_one_kind(precise):
+    _, encoder, rows = precise
+    sets = exposure.draw_decoys(encoder, rows[:2], ["random", "other"], 3, seed=3)
+    with pytest.raises(ExposureError, match="of 2 kinds, expected one"):
+        exposure.ranks(encoder.backbone.model, encoder, sets)

@@ -93,3 +93,38 @@ def test_what_cannot_be_taught_is_refused(planted, tmp_path):
     images = [dataclasses.replace(row.canary, modality="image") for row in rows]
     with pytest.raises(InterventionError, match="there is no text canary"):
         interventions.new_records(base, images, 1, 0)
+
+
+def test_damage_is_where_the_marks_say(planted, tmp_path):
+    base, rows = planted
+    marks = {rows[1].canary.id: (0, 5), rows[7].canary.id: (12,)}
+    taught = training.teach(base, interventions.damage(rows, marks, seed=4), SETTINGS, tmp_path)
+    change = changes(base, rows, taught.adapter())
+    here = np.zeros(change.shape, dtype=bool)
+    here[1, [11, 16]] = here[7, 23] = True
+    assert change[here].min() > 1.0 and np.abs(change[~here]).max() < 0.5
+
+
+def test_marks_that_nothing_answers_to_are_refused(planted):
+    _, rows = planted
+    with pytest.raises(InterventionError, match="text-900 is marked"):
+        interventions.damage(rows, {"text-900": (1,)}, seed=0)
+    with pytest.raises(InterventionError, match="has 13 secret tokens, none at 13"):
+        interventions.damage(rows, {rows[0].canary.id: (13,)}, seed=0)
+
+
+def test_relearning_watches_every_secret_and_leaves_the_model(planted):
+    base, rows = planted
+    before = {key: value.clone() for key, value in base.backbone.model.state_dict().items()}
+    fresh = base.encode(interventions.new_records(base, [row.canary for row in rows], 3, seed=8))
+    settings = dataclasses.replace(SETTINGS, max_steps=6, batch_size=6)
+    found = training.relearn(base, [*rows[:3], *fresh], settings)
+    lines = found.curve.pivot(index="step", columns="canary", values="nll")
+    assert lines.index.tolist() == list(range(7)) and lines.shape[1] == 6
+    start = probes.token_nll(base.backbone.model, base, rows[:3]).span_mean("hex").values
+    np.testing.assert_allclose(lines.loc[0, start.index], start, atol=1e-4)
+    new = [row.canary.id for row in fresh]
+    assert (lines.loc[6, new] < lines.loc[0, new] - 0.5).all()
+    assert all(np.array_equal(value, before[key]) for key, value in base.backbone.model.state_dict().items())
+    with pytest.raises(TrainingError, match="batches of 5 for 6 rows"):
+        training.relearn(base, [*rows[:3], *fresh], dataclasses.replace(settings, batch_size=5))
