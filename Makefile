@@ -7,7 +7,7 @@ run: .venv/ready
 	$(BIN)/python -m lib run --scale $(SCALE)
 
 test: .venv/ready
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 sweep: .venv/ready
 	$(BIN)/python -m lib sweep --scale $(SCALE) --jobs $(JOBS) $(if $(GRID),--grid $(GRID)) $(if $(CELLS),--cells $(CELLS))

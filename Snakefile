@@ -107,7 +107,7 @@ for card_seed in card.seeds:
         name:
             f"trials_{card_seed}"
         output:
-            trials_of(card_seed),
+            update(trials_of(card_seed)), # finished trials of a seed that was stopped are used again
         params:
             seed=card_seed,
         threads: settings.threads

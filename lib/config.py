@@ -17,6 +17,7 @@ from lib import paths
 from lib.errors import LeakbookError
 
 ENVIRONMENT = "LEAKBOOK_RESULTS"  # local | reference | auto: overrides where a notebook takes its results from
+THREADS = "LEAKBOOK_THREADS"  # overrides a scale's threads, which no result's identity depends on
 RESULT_SOURCES = ("auto", "local", "reference")
 
 
@@ -222,11 +223,19 @@ def load_scale(name: str, overrides: dict[str, Any] | None = None) -> Scale:
     if not isinstance(name, str) or name not in scales:
         raise ConfigError(f"scale: got {name!r}, expected one of {', '.join(sorted(scales))}.")
     values = {"name": name} | scales[name]
-    for key, value in (overrides or {}).items():
+    for key, value in (_threads() | (overrides or {})).items():
         _override(values, key, value)
     scale = build(Scale, values, f"scale {name}")
     _check_injection(scale)
     return scale
+
+
+def _threads() -> dict[str, int]:
+    """``threads`` from the environment, where a runner shares the cores out."""
+    given = os.environ.get(THREADS) or ""
+    if given and not (given.isdecimal() and int(given) > 0):
+        raise ConfigError(f"{THREADS}: got {given!r}, expected a number of threads.")
+    return {"threads": int(given)} if given else {}
 
 
 def _check_injection(scale: Scale) -> None:

@@ -549,20 +549,19 @@ def detection_chart(detection: pd.DataFrame, titles: Mapping[str, str], names: M
         shown = [
             (part[part.role == "positive"], "positive", "o", "what was done is found", -0.2),
             (
-                part[part.intervention == "all negatives"],
+                part[part.intervention == "trained negatives"],
                 "negative",
                 "s",
-                "false alarm on what leaves secrets alone",
+                "fires where no secret was meant to change",
                 0.05,
             ),
-            (part[part.role == "noise"], "noise", "D", "false alarm on noise of the same size", 0.27),
+            (part[part.role == "noise"], "noise", "D", "fires on noise of the same size", 0.27),
         ]
         for rows, role, marker, label, offset in shown:
             rows = rows.groupby("probe")[["fired", "trials"]].sum()
             for y, probe in enumerate(names):
                 if probe not in rows.index:
-                    if role != "noise":
-                        axes.text(0.5, y + offset, "not asked", fontsize=8, color="#777777", ha="center", va="center")
+                    axes.text(0.02, y + offset, "not asked", fontsize=8, color="#777777", va="center")
                     continue
                 row = rows.loc[probe]
                 interval = clopper_pearson(int(row.fired), int(row.trials), 0.95)
@@ -587,9 +586,11 @@ def detection_chart(detection: pd.DataFrame, titles: Mapping[str, str], names: M
 def dose_curves(table: pd.DataFrame, names: Mapping[str, str], titles: Mapping[str, str]) -> Figure:
     """Share of trials in which each probe fires along the dose, a panel an intervention; the truth is a dashed line.
 
+    Lines are set apart by up to three points of a hundred, so that those which coincide can be seen.
+
     ``table`` as :func:`lib.scorecard.dose_response` gives it; ``titles`` by intervention.
     """
-    figure, panels = plt.subplots(1, len(titles), figsize=(4.2 * len(titles), 3.6), sharey=True)
+    figure, panels = plt.subplots(1, len(titles), figsize=(3.4 * len(titles) + 3.8, 3.6), sharey=True)
     colors = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))
     for axes, (intervention, title) in zip(np.atleast_1d(panels), titles.items(), strict=True):
         part = table[table.intervention == intervention]
@@ -598,8 +599,8 @@ def dose_curves(table: pd.DataFrame, names: Mapping[str, str], titles: Mapping[s
             shift = 0.012 * (place - len(names) / 2)  # lines that coincide stay visible
             axes.plot(line.dose, line.fires + shift, "o-", ms=4, lw=1.5, color=colors[probe], label=name)
         truth = part.groupby("dose").recall_change.mean()
-        axes.plot(truth.index, truth.abs(), "k--", lw=1.2, label="truth: recall that other wordings lose or gain")
-        axes.set(title=title, xlabel="dose (share of the trained update)", ylim=(-0.07, 1.07))
+        axes.plot(truth.index, truth.abs(), "k--", lw=1.2, label="truth: change of recall\nunder other wordings")
+        axes.set(title=title, xlabel="dose: share of the update", ylim=(-0.07, 1.07))
         axes.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
     np.atleast_1d(panels)[0].set_ylabel("trials in which the probe fires")
     handles, labels = np.atleast_1d(panels)[-1].get_legend_handles_labels()
@@ -622,7 +623,8 @@ def roc_curves(curves: Mapping[str, pd.DataFrame], least: float) -> Figure:
     axes.set(xscale="log", xlim=(least, 1), ylim=(0, 1.02))
     axes.set_xlabel("untrained secrets taken for trained (false-positive rate)")
     axes.set_ylabel("trained secrets found")
-    axes.set_xticks([0.01, 0.05, 0.1, 1], ["1 %", "5 %", "10 %", "100 %"])
+    ticks = [rate for rate in (0.01, 0.05, 0.1, 1) if rate >= least]
+    axes.set_xticks(ticks, [f"{rate:.0%}".replace("%", " %") for rate in ticks])
     axes.set_xticks([], minor=True)
     for rate in (0.01, 0.05):
         axes.axvline(rate, color="#dddddd", lw=1, zorder=0)

@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 
-from lib import config, models, paths, plan, rules, scorecard, trials, twins
+from lib import config, models, paths, plan, rules, runs, scorecard, trials, twins
 from lib.collection import writers
 from lib.files import building
-from lib.plan import Scorecard
+from lib.plan import PlanError, Scorecard
 from lib.results import MissingResult, Result, ResultError, differences, provenance, read_result, write_result
 
 PROTOCOL = 1  # raised by hand when the tables would change though trials and twins do not
@@ -68,16 +68,24 @@ def draw_plan(settings: Scorecard) -> pd.DataFrame:
 
 
 def commit_plan(settings: Scorecard) -> Path:
-    """Write the plan to where it is committed from, before anything is run.
+    """Write the plan to where it is committed from, before anything is run; trials that were made stay in it.
 
     Raises:
-        PlanError: another plan lies there, with results of its own.
+        PlanError: another plan lies there with results of its own, or a trial was made that the plan lacks or alters.
     """
-    target = paths.reference(settings.scale) / "scorecard" / PLAN
+    target, drawn = paths.reference(settings.scale) / "scorecard" / PLAN, plan.draw(settings)
     if (target.parent / "result.json").exists():
         draw_plan(settings)
+    rows = {row["trial"]: row for row in drawn.to_dict("records")}
+    for record in sorted((trials.folder_of(settings.scale) / "trials").glob("*/result.json")):
+        made, row = json.loads(record.read_text(encoding="utf-8"))["inputs"]["trial"], rows.get(record.parent.name)
+        if row is None or any(row[key] != value for key, value in made.items()):
+            raise PlanError(
+                f"{paths.show(record.parent)} was made by another plan than params/scorecard.yaml now draws; move "
+                f"{paths.show(trials.folder_of(settings.scale))} aside, or restore the settings"
+            )
     with building(target) as unfinished:
-        plan.draw(settings).to_csv(unfinished, index=False)
+        drawn.to_csv(unfinished, index=False)
     return target
 
 
@@ -95,7 +103,8 @@ def parts(settings: Scorecard) -> list[Part]:
 
 
 def _trials_there(settings: Scorecard, rows: list[dict], model: str) -> bool:
-    return all(trials.finished(settings, row, model) is not None for row in rows)
+    found = [trials.finished(settings, row, model) for row in rows]  # all of them: each may be of other parameters
+    return None not in found
 
 
 def _twin_there(settings: Scorecard, model: str, twin: int) -> bool:
@@ -125,11 +134,12 @@ def collect(settings: Scorecard) -> Result:
             f"{len(missing)} of {len(found) + len(pair)} parts of the scorecard are missing, {missing[0]} among them: "
             f"run `make scorecard SCALE={settings.scale}`"
         )
-    runs, scores, values, curves = [], [], [], []
+    graded, scores, values, curves = [], [], [], []
     for row in rows:
         result = found[row["trial"]]
-        table = result.table("values.parquet")
-        runs.append(row | _run(row, result, settings))
+        samples = settings.probes.extraction.samples
+        table = scorecard.with_forced_extraction(result.table("values.parquet"), samples)
+        graded.append(row | _run(row, result, settings))
         scores.append(
             scorecard.judge_trial(table, result.values["decoys"], wanted, settings).assign(trial=row["trial"])
         )
@@ -139,7 +149,7 @@ def collect(settings: Scorecard) -> Result:
     scores = pd.concat(scores, ignore_index=True)[scorecard.SCORES]
     tables = {
         PLAN: drawn,
-        "runs.csv": pd.DataFrame(runs),
+        "runs.csv": pd.DataFrame(graded),
         "scores.csv": scores.round(8),
         "values.parquet": pd.concat(values, ignore_index=True)[["trial", *trials.VALUES]],
         "relearning.csv": pd.concat(curves, ignore_index=True)[["trial", "step", "known", "nll"]],
@@ -147,8 +157,15 @@ def collect(settings: Scorecard) -> Result:
     }
     scorecard.join_twins(tables["twins.parquet"])
     seconds = sum(result.content["provenance"]["seconds"] for result in [*found.values(), *pair.values()])
-    first = next(iter(found.values())).content["provenance"]
-    record = provenance(first["device"], first["threads"], time.perf_counter() - started, computed_in=round(seconds, 1))
+    made = [result.content["provenance"] for result in [*found.values(), *pair.values()]]
+    threads = sorted({record["threads"] for record in made})
+    record = provenance(
+        made[0]["device"],
+        threads[-1],
+        time.perf_counter() - started,
+        threads_of_trials=", ".join(map(str, threads)),
+        computed_in=round(seconds, 1),
+    )
     results = {"trials": len(rows), "manipulations": tables["runs.csv"].manipulation.value_counts().to_dict()}
     folder = trials.folder_of(settings.scale)
     (folder / "result.json").unlink(missing_ok=True)  # none of the two, old or new, until all tables are there
@@ -157,8 +174,11 @@ def collect(settings: Scorecard) -> Result:
 
 def _run(row: dict[str, Any], result: Result, settings: Scorecard) -> dict[str, Any]:
     """What ``runs.csv`` says of a trial beyond the plan: its truth, and what was seen on the way."""
-    checked = scorecard.check_manipulation(row, result.table("reworded.csv"), settings)
-    names = ("decoys", "preamble_share", "head_start", "regained")
+    reworded = result.table("reworded.csv")
+    if set(reworded.canary) != set(result.table("values.parquet").canary):
+        raise ResultError(f"{paths.show(result.folder)}: its truth is of other canaries than its probes")
+    checked = scorecard.check_manipulation(row, reworded, settings)
+    names = ("decoys", "base_hit_full", "preamble_share", "head_start", "regained")
     return (
         checked
         | {name: result.values.get(name) for name in names}
@@ -168,8 +188,16 @@ def _run(row: dict[str, Any], result: Result, settings: Scorecard) -> dict[str, 
 
 def inputs(settings: Scorecard) -> dict[str, Any]:
     """What the tables depend on beyond the model."""
-    found = {"study": "scorecard", "protocol": [PROTOCOL, trials.PROTOCOL, twins.PROTOCOL]}
-    return json.loads(json.dumps(found | {"settings": dataclasses.asdict(settings), "rules": rules.load_verdicts()}))
+    scale = config.load_scale(settings.scale)
+    found = {
+        "study": "scorecard",
+        "protocol": [PROTOCOL, trials.PROTOCOL, twins.PROTOCOL],
+        "settings": dataclasses.asdict(settings),
+        "rules": rules.load_verdicts(),
+        "scale": runs.scale_inputs(scale),
+        "training": dataclasses.asdict(config.load_sweep(scale).training),
+    }
+    return json.loads(json.dumps(found))
 
 
 def load(settings: Scorecard, source: str) -> Result:
@@ -203,6 +231,7 @@ def study(params: ScorecardRun) -> Result:
     try:
         return load(params.settings, params.results)
     except MissingResult:
+        draw_plan(params.settings)
         for seed in params.settings.seeds:
             trials.run_seed(params.settings, seed)
         for twin in twins.MODELS:

@@ -27,6 +27,7 @@ ON = {
 ROLES = {"damage": POSITIVE, "relearning": POSITIVE, "drift-free": CURVE}  # of the largest dose; all others: negative
 COLUMNS = ["trial", "half", "seed", "secret_set", "injection", "base", "intervention", "dose", "role", "marks"]
 HEX_TOKENS = 13
+LEAST_RECORDS = 10  # of twins: 20 untrained secrets, one of which is 5 %
 SOURCES = ("GUI", "SYNTH", "SAFETY", "RANDOM")
 
 
@@ -168,24 +169,47 @@ def load(scale: str, path: Path | None = None) -> Scorecard:
 def _check(settings: Scorecard, where: str) -> None:
     own, twins = settings.own, settings.own.twins
     both = set(own.seeds.development) & set(own.seeds.test)
-    if both or not own.seeds.test:
-        raise ConfigError(f"{where}: seed {min(both, default=None)} is in both halves, or the test half is empty.")
+    if both:
+        raise ConfigError(f"{where}: seed {min(both)} is in both halves, expected it in one.")
+    if not own.seeds.test:
+        raise ConfigError(f"{where}: the test half is empty, expected at least one seed.")
     if set(own.trained) != set(ON):
         raise ConfigError(f"{where}: trained has {sorted(own.trained)}, expected exactly {', '.join(sorted(ON))}.")
     for name, taught in settings.taught.items():
-        if not taught.doses or list(taught.doses) != sorted(set(taught.doses)):
-            raise ConfigError(f"{where}: {name}.doses is {list(taught.doses)}, expected rising numbers.")
+        _check_rising(f"{where}: {name}.doses", taught.doses)
+    _check_rising(f"{where}: forgetting", own.forgetting)
+    _check_rising(f"{where}: twins.stops", twins.stops)
     for name, wanted, kept in (
         ("undertrained", own.undertrained, own.stop_steps),
         ("twins.decoy_stop", twins.decoy_stop, twins.stops),
     ):
         if wanted not in kept:
             raise ConfigError(f"{where}: {name} is {wanted}, expected one of the stops {list(kept)}.")
-    if twins.stops[-1] > twins.steps or twins.decoy_records > twins.records:
-        raise ConfigError(f"{where}: twins stop after step {twins.stops[-1]} of {twins.steps}, or lack records.")
-    for prompt in settings.truth.prompts:
-        if "{key}" not in prompt:
-            raise ConfigError(f"{where}: truth.prompts has {prompt!r}, expected a wording with {{key}} in it.")
+    if twins.stops[-1] > twins.steps:
+        raise ConfigError(
+            f"{where}: twins stop after step {twins.stops[-1]}, expected at most {twins.steps}, all steps."
+        )
+    if not LEAST_RECORDS <= twins.decoy_records <= twins.records <= 1000:
+        raise ConfigError(
+            f"{where}: twins have {twins.decoy_records} records with decoys of {twins.records}, expected "
+            f"{LEAST_RECORDS} to 1000: with fewer no false-positive rate of 5 % can be resolved."
+        )
+    truth = settings.truth
+    if truth.samples < len(truth.prompts) or not truth.prompts:
+        raise ConfigError(f"{where}: truth has {truth.samples} samples for {len(truth.prompts)} wordings.")
+    for prompt in truth.prompts:
+        if prompt.replace("{key}", "").count("{") or "{key}" not in prompt:
+            raise ConfigError(f"{where}: truth.prompts has {prompt!r}, expected a wording with {{key}} in it alone.")
+    if truth.relearning.canaries >= own.canaries:
+        raise ConfigError(
+            f"{where}: truth.relearning.canaries is {truth.relearning.canaries}, expected fewer than {own.canaries}, "
+            "so that some are held out."
+        )
+
+
+def _check_rising(where: str, values: tuple[float, ...]) -> None:
+    if not values or list(values) != sorted(set(values)):
+        raise ConfigError(f"{where} is {list(values)}, expected rising numbers.")
 
 
 def injection_of(settings: Scorecard, seed: int) -> tuple[int, int]:
@@ -270,7 +294,12 @@ def read(path: Path) -> pd.DataFrame:
     """
     if not path.exists():
         raise PlanError(f"{paths.show(path)} does not exist: `python -m lib plan` writes it")
-    table = pd.read_csv(path, keep_default_na=False)
+    try:
+        table = pd.read_csv(path, keep_default_na=False)
+    except ValueError as error:
+        raise PlanError(f"{paths.show(path)} is no table: {error}") from error
+    if table.columns.size and "trial" in table and table.trial.duplicated().any():
+        raise PlanError(f"{paths.show(path)} names trial {table.trial[table.trial.duplicated()].iloc[0]} twice")
     if list(table.columns) != COLUMNS:
         raise PlanError(f"{paths.show(path)} has the columns {list(table.columns)}, expected {COLUMNS}")
     return table

@@ -197,7 +197,7 @@ def _refuse_unusable(tasks: list[Task], folder: Path) -> None:
             refused.append(str(error))
     if refused:
         raise ResultError(
-            f"{refused[0]} {len(refused)} of {len(tasks)} results of this sweep cannot be used; to start afresh, move "
+            f"{refused[0]} {len(refused)} of {len(tasks)} results here cannot be used; to start afresh, move "
             f"all of it aside with `{set_aside_command(folder)}`."
         )
 
@@ -220,11 +220,12 @@ def _run_all(phases: list[list[Task]], jobs: int, logs: Path) -> list[Failure]:
     failures: list[Failure] = []
     missing = [[task for task in phase if not task.is_done()] for phase in phases]
     total, done = sum(map(len, phases)), sum(map(len, phases)) - sum(map(len, missing))
+    environment = os.environ | {"TQDM_DISABLE": "1"} | _share_of_cores(jobs)
     with tqdm(total=total, initial=done, desc="sweep", unit="run", smoothing=0.1) as bar:
         for phase in missing:
             with ThreadPoolExecutor(max_workers=jobs) as pool:
                 try:
-                    for finished in as_completed([pool.submit(_run_one, task, logs) for task in phase]):
+                    for finished in as_completed([pool.submit(_run_one, task, logs, environment) for task in phase]):
                         failure = finished.result()
                         if failure is not None:
                             failures.append(failure)
@@ -236,18 +237,26 @@ def _run_all(phases: list[list[Task]], jobs: int, logs: Path) -> list[Failure]:
     return failures
 
 
-def _run_one(task: Task, logs: Path) -> Failure | None:
+def _share_of_cores(jobs: int) -> dict[str, str]:
+    """Several processes share the cores out: with all threads each, they wait for one another and crawl."""
+    if jobs == 1:
+        return {}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = str(max(1, cores // jobs))
+    return {config.THREADS: threads, "OMP_NUM_THREADS": threads}
+
+
+def _run_one(task: Task, logs: Path, environment: dict[str, str]) -> Failure | None:
     log = logs / f"{task.name}.log"
     try:
-        return _run_and_check(task, log)
+        return _run_and_check(task, log, environment)
     except (LeakbookError, OSError) as error:  # its result cannot be used, or the log cannot be written
         return Failure(task.name, log, str(error))
 
 
-def _run_and_check(task: Task, log: Path) -> Failure | None:
+def _run_and_check(task: Task, log: Path, environment: dict[str, str]) -> Failure | None:
     for attempt in (1, 2):
         with open(log, "w" if attempt == 1 else "a", encoding="utf-8") as stream:
-            environment = os.environ | {"TQDM_DISABLE": "1"}
             code = subprocess.run(
                 task.command, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=paths.ROOT
             ).returncode

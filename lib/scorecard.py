@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lib import plan, verdicts
+from lib import extraction, plan, verdicts
 from lib.errors import LeakbookError
 from lib.plan import FULL, NEGATIVE, NOISE, POSITIVE, UNDERTRAINED, Scorecard
 from lib.verdicts import DAMAGED, INCONCLUSIVE, STRENGTHENED, UNCHANGED, Rules
 
-EXTRA = ("exposure", "extraction")  # probes whose rules stand in params/scorecard.yaml
+# Probes whose rules stand in params/scorecard.yaml, and the rule of each.
+EXTRA = {"exposure": "exposure", "extraction": "extraction", "extraction_forced": "extraction"}
 PROTOCOL = "protocol"
 SCORES = ["trial", "probe", "verdict", "decided_by", "estimate", "low", "high", "margin"]
 OUTCOMES = {"secret damaged": DAMAGED, "secret strengthened": STRENGTHENED, "inconclusive": INCONCLUSIVE}
@@ -21,7 +22,8 @@ FIRES = {FULL: DAMAGED, UNDERTRAINED: STRENGTHENED}
 NAMES = {
     "mean20": "mean20 (window)",
     "hex": "whole secret",
-    "extraction": "extraction, closed form",
+    "extraction": "extraction: whole answer",
+    "extraction_forced": "extraction: after the true preamble (added later)",
     "exposure": "exposure",
     "hit_full": "recall: whole answer",
     "hit_secret": "recall: secret anywhere",
@@ -30,6 +32,8 @@ NAMES = {
 }
 TASKS = {FULL: "a secret was damaged (full base)", UNDERTRAINED: "secrets were learned (undertrained base)"}
 HELD, FAILED, NOT_TESTABLE, NOTHING_MEANT = "held", "failed", "not testable", ""
+FLOOR = ("zero", "permuted")  # the base itself: what fires there is a fault of arithmetic, no false alarm
+TRAINED_NEGATIVES = "trained negatives"
 UNTOUCHED = ("drift-held", "format", "benign", "zero", "permuted", "gaussian", "spectral")
 
 
@@ -62,10 +66,24 @@ def judge_trial(values: pd.DataFrame, decoys: str, rules: Rules, settings: Score
 
 def _judge_bits(part: pd.DataFrame, probe: str, rules: Rules, settings: Scorecard) -> dict[str, Any]:
     """Mean change over canaries with its interval, against the probe's own margin; a fall is damage."""
-    margin = getattr(settings.probes, probe).margin
+    margin = getattr(settings.probes, EXTRA[probe]).margin
     low, high = verdicts.studentised_bootstrap(part.change.to_numpy(), rules["readings"]["mean"])
     found = {"estimate": part.change.mean(), "low": low, "high": high, "margin": margin}
     return {"probe": probe, "verdict": verdicts.place(-high, -low, margin), "decided_by": "mean", **found}
+
+
+def with_forced_extraction(values: pd.DataFrame, samples: int) -> pd.DataFrame:
+    """The values with the probe ``extraction_forced``: the chance of the secret behind the true preamble, closed form.
+
+    It is hit@``samples`` from the secret's NLL, before and after, which ``values`` has as the probe ``hex``.
+    """
+    secret = values[values.probe == "hex"]
+    before, after = (
+        extraction.hit_at_k(-(nats * secret.tokens).to_numpy(), samples)
+        for nats in (secret.base, secret.base + secret.change)
+    )
+    forced = secret.assign(probe="extraction_forced", tokens=0, base=before, change=after - before)
+    return pd.concat([values, forced], ignore_index=True)
 
 
 def check_manipulation(row: Mapping[str, Any], reworded: pd.DataFrame, settings: Scorecard) -> dict[str, Any]:
@@ -76,9 +94,10 @@ def check_manipulation(row: Mapping[str, Any], reworded: pd.DataFrame, settings:
         reworded: ``canary, samples, hits_base, hits``.
 
     Returns:
-        ``recall_base, recall`` (shares of samples, over the canaries that were meant: the damaged ones, else all) and
-        ``manipulation``: held, failed, not testable (damage of what was not recalled before), or empty where nothing
-        was meant beforehand.
+        ``recall_base, recall`` (shares of samples, over the canaries that were meant: the damaged ones, else all),
+        ``recall_change_others`` (of the canaries that damage did not mean) and ``manipulation``: held, failed, not
+        testable (damage of what was not recalled before), or empty where nothing was meant beforehand. On the
+        undertrained base nothing is recalled before, so there only learning can show.
 
     Raises:
         ScorecardError: a canary that was meant has no row.
@@ -89,27 +108,33 @@ def check_manipulation(row: Mapping[str, Any], reworded: pd.DataFrame, settings:
         raise ScorecardError(
             f"trial {row['trial']}: its truth has no row of {sorted(missing)[0]}: is it of other seeds?"
         )
-    part = reworded[reworded.canary.isin(meant)]
-    before, after = (float((part[name] / part.samples).mean()) for name in ("hits_base", "hits"))
+    change = reworded.assign(before=reworded.hits_base / reworded.samples, after=reworded.hits / reworded.samples)
+    part, others = change[change.canary.isin(meant)], change[~change.canary.isin(meant)]
+    before, after = float(part.before.mean()), float(part.after.mean())
     rule, name = settings.truth, row["intervention"]
     if name == "damage":
         state = NOT_TESTABLE if before < rule.lost else HELD if after - before <= -rule.lost else FAILED
     elif name == "relearning":
         state = HELD if after - before >= rule.learned else FAILED
     elif name in UNTOUCHED:
-        state = HELD if abs(after - before) <= rule.untouched else FAILED
+        most = rule.untouched if row["base"] == FULL else rule.learned
+        state = HELD if abs(after - before) <= most else FAILED
     else:
         state = NOTHING_MEANT
-    return {"recall_base": round(before, 6), "recall": round(after, 6), "manipulation": state}
+    elsewhere = round(float((others.after - others.before).mean()), 6) if len(others) else np.nan
+    found = {"recall_base": round(before, 6), "recall": round(after, 6), "recall_change_others": elsewhere}
+    return found | {"manipulation": state}
 
 
 def detection(runs: pd.DataFrame, scores: pd.DataFrame, half: str = plan.TEST, held_only: bool = False) -> pd.DataFrame:
-    """How often every probe fires on what was done: a row a base, intervention and probe, and one for all negatives.
+    """How often every probe fires on what was done: a row a base, intervention and probe.
 
+    One row more, ``trained negatives``, pools all that was trained without meaning to change a secret.
     A probe fires if it says *damaged* on the full base, *strengthened* on the undertrained one. ``share`` of trials
     that fire is the sensitivity for positives and the false-alarm rate for negatives, with its Clopper-Pearson 95 %
     interval ``low, high``, which takes trials for independent. Curves are left out. ``held_only`` leaves out trials
-    whose manipulation failed or could not be told.
+    whose manipulation failed or could not be told. Of noise on the undertrained base exposure is left out: there its
+    decoys were scored only where the secret's own verdict had fired.
 
     Raises:
         ScorecardError: no trial of that half.
@@ -120,10 +145,13 @@ def detection(runs: pd.DataFrame, scores: pd.DataFrame, half: str = plan.TEST, h
     if chosen.empty:
         raise ScorecardError(f"scorecard: no trial of the half {half!r}")
     joined = chosen.merge(scores, on="trial")
-    joined["fires"] = joined.verdict == joined.base.map(FIRES)
-    pooled = joined[joined.role == NEGATIVE].assign(intervention="all negatives")
+    conditional = (joined.base == UNDERTRAINED) & (joined.role == NOISE) & (joined.probe == "exposure")
+    joined = joined[~conditional].assign(fires=lambda t: t.verdict == t.base.map(FIRES))
+    trained = joined[(joined.role == NEGATIVE) & ~joined.intervention.isin(FLOOR)]
     rows = []
-    for keys, part in pd.concat([joined, pooled]).groupby(["base", "role", "intervention", "probe"], sort=False):
+    for keys, part in pd.concat([joined, trained.assign(intervention=TRAINED_NEGATIVES)]).groupby(
+        ["base", "role", "intervention", "probe"], sort=False
+    ):
         fired, count = int(part.fires.sum()), len(part)
         low, high = verdicts.clopper_pearson(fired, count, 0.95)
         names = ("base", "role", "intervention", "probe")
@@ -139,7 +167,7 @@ def summary(graded: pd.DataFrame) -> pd.DataFrame:
     for base in TASKS:
         for role, name in wanted.items():
             part = graded[(graded.base == base) & (graded.role == role)]
-            part = part[part.intervention == "all negatives"] if role == NEGATIVE else part
+            part = part[part.intervention == TRAINED_NEGATIVES] if role == NEGATIVE else part
             counts = part.groupby("probe")[["fired", "trials"]].sum().reindex(list(NAMES))
             columns[base, name] = [_share(*row) for row in counts.itertuples(index=False)]
     return pd.DataFrame(columns, index=pd.Index(NAMES.values(), name="probe"))
@@ -155,25 +183,28 @@ def _share(fired: float, trials: float) -> str:
 def dose_response(runs: pd.DataFrame, scores: pd.DataFrame, half: str = plan.TEST) -> pd.DataFrame:
     """Mean estimate of every probe and share of trials that fire, by intervention and dose; dose 0 is the zero adapter.
 
-    ``recall_change`` is the truth beside it: the mean change of sampled recall on other wordings.
+    ``low, high``: Clopper-Pearson 95 % interval of the share, as in :func:`detection`. ``recall_change`` is the truth
+    beside it: the mean change of sampled recall on other wordings. Forgetting has no seed: each injected model counts
+    once, and dose 1 is the base itself.
     """
     chosen = runs[(runs.half == half) & ~runs.intervention.isin(["permuted", "gaussian", "spectral"])]
-    zero = chosen[chosen.intervention == "zero"]
+    zero, doses = chosen[chosen.intervention == "zero"], chosen[chosen.intervention != "zero"]
     started = [
         zero[zero.base == base].assign(intervention=name)
-        for (base, name), _ in chosen[~chosen.intervention.isin(["zero", "forgetting"])].groupby(
-            ["base", "intervention"]
-        )
+        for base, name in doses[doses.intervention != "forgetting"].groupby(["base", "intervention"]).groups
     ]
-    untouched = zero[zero.base == FULL].assign(
-        intervention="forgetting", dose=1.0
-    )  # all of the canary adapter: the base
-    chosen = pd.concat([chosen[chosen.intervention != "zero"], *started, untouched])
+    untouched = zero[zero.base == FULL].assign(intervention="forgetting", dose=1.0)
+    chosen = pd.concat([doses, *started, untouched])
+    forgetting = chosen.intervention == "forgetting"
+    once = chosen[forgetting].drop_duplicates(["secret_set", "injection", "dose"])
+    chosen = pd.concat([chosen[~forgetting], once])
     joined = chosen.assign(recall_change=chosen.recall - chosen.recall_base).merge(scores, on="trial")
     joined["fires"] = joined.verdict == joined.base.map(FIRES)
     groups = joined.groupby(["base", "intervention", "dose", "probe"])
     named = {"estimate": ("estimate", "mean"), "fires": ("fires", "mean"), "recall_change": ("recall_change", "mean")}
-    return groups.agg(**named, trials=("trial", "size")).reset_index()
+    table = groups.agg(**named, fired=("fires", "sum"), trials=("trial", "size")).reset_index()
+    intervals = [verdicts.clopper_pearson(int(f), int(n), 0.95) for f, n in zip(table.fired, table.trials, strict=True)]
+    return table.assign(low=[low for low, _ in intervals], high=[high for _, high in intervals])
 
 
 # Twins: what each probe orders secrets by, higher for those that were trained.
@@ -238,12 +269,18 @@ def true_positive_rate(score: np.ndarray, trained: np.ndarray, false_positive_ra
 
 
 def twin_rates(
-    twins: pd.DataFrame, stop: int, rates: Sequence[float] = (0.01, 0.05), resamples: int = 1000, seed: int = 0
+    twins: pd.DataFrame,
+    stop: int,
+    rates: Sequence[float] = (0.01, 0.05),
+    decoys: int | None = None,
+    resamples: int = 1000,
+    seed: int = 0,
 ) -> pd.DataFrame:
     """True-positive rates of every probe at false-positive rates, with percentile intervals over records.
 
     A record's two secrets in two models are drawn together. Probes that were not asked at this stop are left out;
-    exposure is compared on the records that have decoys. ``auc`` is the area under the curve.
+    exposure is compared on the records that have ``decoys``, and not at rates below 1 / (decoys + 1), the chance of an
+    untrained secret to come first. ``auc`` is the area under the curve.
 
     Raises:
         ScorecardError: no scores of that stop, or see :func:`true_positive_rate`.
@@ -258,7 +295,8 @@ def twin_rates(
             continue
         score, trained = score_of(part).to_numpy(dtype=float), part.trained.to_numpy(dtype=bool)
         samples = _resampled_records(part.record.to_numpy(), resamples, seed)
-        for rate in rates:
+        least = 1 / (decoys + 1) if probe == "exposure" and decoys else 0.0
+        for rate in (rate for rate in rates if rate >= least):
             found = [_rate(score[picks], trained[picks], rate) for picks in samples]
             low, high = np.quantile(found, [0.025, 0.975])
             row = {

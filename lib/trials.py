@@ -64,7 +64,11 @@ def trial_folder(scale: str, trial: str) -> Path:
 
 
 def trial_inputs(settings: Scorecard, row: dict[str, Any], model: str) -> dict[str, Any]:
-    """Everything a trial's result depends on: its row of the plan, how it is made and checked, the testbed."""
+    """What a trial is made from: its row of the plan, how it is made and measured, the testbed.
+
+    ``params/verdicts.yaml`` is not in it, though its rules say for which trials decoys are scored; the tables that are
+    collected from trials depend on it.
+    """
     taught = {name: dataclasses.asdict(value) for name, value in settings.taught.items()}
     for value in taught.values():
         del value["doses"]  # which doses there are is the plan's matter

@@ -36,7 +36,7 @@ def folder(scale: str, model: int) -> Path:
 
 
 def inputs(settings: Scorecard, identity: str, model: int) -> dict[str, Any]:
-    """Everything a twin's result depends on."""
+    """What a twin is made from; the seed of its LoRA is that of the scale's injection."""
     scale = config.load_scale(settings.scale)
     found = {
         "study": "twin",

@@ -21,7 +21,7 @@ from lib.canaries import draw
 from lib.config import CanarySettings
 from lib.encoding import Encoder
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 settings.register_profile("leakbook", deadline=None)  # a busy machine is no failure
 settings.load_profile("leakbook")
 

@@ -6,8 +6,16 @@ import types
 import pytest
 import yaml
 
-from lib import adapters, benign, config, paths, rules
+from lib import adapters, benign, config, paths, plan, rules
 from lib.config import ConfigError
+
+
+def test_threads_can_be_set_from_outside(monkeypatch):
+    monkeypatch.setenv(config.THREADS, "3")
+    assert config.load_scale("laptop").threads == 3
+    monkeypatch.setenv(config.THREADS, "many")
+    with pytest.raises(ConfigError, match="LEAKBOOK_THREADS: got 'many'"):
+        config.load_scale("laptop")
 
 
 @pytest.mark.parametrize("path", sorted(paths.PARAMS.glob("*.yaml")), ids=lambda path: path.name)
@@ -20,6 +28,9 @@ def test_every_parameter_file_loads(path):
     elif path.name == "cases.yaml":
         for name in content["constructed"]:
             assert config.load_cases(name).constructed.steps > 0
+    elif path.name == "scorecard.yaml":
+        for name in content["scales"]:
+            assert len(plan.draw(plan.load(name))) > 0
     elif path.name == "scales.yaml":
         for name in content:
             assert config.load_scale(name).name == name

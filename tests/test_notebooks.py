@@ -13,7 +13,7 @@ def test_00_testbed_computes_everything_from_nothing(smoke, smoke_outputs):
     assert "this machine's own run" in str(page.cells)
     assert smoke.values["recall"]["injected"]["image"]["hit_full"] == 1.0
     assert smoke.values["nll"]["injected"]["text"]["nll_hex"] < 0.1 < smoke.values["nll"]["base"]["text"]["nll_hex"]
-    assert smoke.content["provenance"]["threads"] == 2
+    assert smoke.content["provenance"]["threads"] == 1
 
 
 def test_00_testbed_tells_its_story_for_secrets_of_natural_length(smoke_outputs, tmp_path):

@@ -11,7 +11,7 @@ import pandas as pd
 import psutil
 import pytest
 
-from lib import paths, runner, sweep
+from lib import config, paths, runner, sweep
 from lib.__main__ import main
 from lib.config import ConfigError
 from lib.results import ResultError, read_result
@@ -162,6 +162,21 @@ def test_runs_that_fail_are_named_with_their_logs_and_the_others_are_kept(counte
     assert failure.run == f"{CELLS[0]}-s0" and failure.reason == "ValueError: injected"
     assert "Traceback" in failure.log.read_text()
     assert counted(CELLS[1], 0).exists()
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_several_processes_share_the_cores_out(counted, grid, tmp_path, monkeypatch, jobs):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.delenv(config.THREADS, raising=False)
+
+    def command(scale, cell, seed, grid):
+        text = "os.environ.get('LEAKBOOK_THREADS', ''), config.load_scale('smoke').threads"
+        program = f"import os, pathlib; from lib import config; path = pathlib.Path({str(counted(cell, seed))!r})"
+        return [sys.executable, "-c", f"{program}; path.write_text(repr(({text})))"]
+
+    assert runner.run_sweep("smoke", jobs, CELLS, grid, command) == []
+    own = config.load_scale("smoke").threads
+    assert {counted(cell, 0).read_text() for cell in CELLS} == {repr(("2", 2) if jobs == 2 else ("", own))}
 
 
 def test_a_kernel_that_did_not_start_is_tried_once_more(counted, grid):

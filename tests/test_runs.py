@@ -132,7 +132,7 @@ def params(**changes):
 
 def test_speed_settings_are_no_part_of_a_results_identity():
     one = params()
-    slower = dataclasses.replace(one, scale=dataclasses.replace(one.scale, threads=1, evaluation_batch=3))
+    slower = dataclasses.replace(one, scale=dataclasses.replace(one.scale, threads=2, evaluation_batch=3))
     assert results.inputs_hash(runs.testbed_inputs(one, None)) == results.inputs_hash(runs.testbed_inputs(slower, None))
     other = dataclasses.replace(one, scale=config.load_scale("smoke", {"injection.seed": 1}))
     assert results.inputs_hash(runs.testbed_inputs(one, None)) != results.inputs_hash(runs.testbed_inputs(other, None))
