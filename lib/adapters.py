@@ -17,7 +17,7 @@ from lib.errors import LeakbookError
 from lib.files import building, sha256
 from lib.models import Backbone
 
-# All linear maps of the language tower, anchored: the vision tower has q, k, v and MLP layers of the same names.
+# All linear maps of the language tower, anchored: the vision tower has MLP layers of the same names.
 ADAPTED = re.compile(r"model\.(?:language_model\.)?layers\.\d+\.(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)")
 
 

@@ -608,25 +608,31 @@ def dose_curves(table: pd.DataFrame, names: Mapping[str, str], titles: Mapping[s
     return _finished(figure)
 
 
-def roc_curves(curves: Mapping[str, pd.DataFrame], least: float) -> Figure:
-    """Operating points of probes (``fpr, tpr`` by name) on a logarithmic axis that begins at ``least``."""
-    figure, axes = plt.subplots(figsize=(7.5, 4.4))
-    styles = ["-", "--", "-.", ":"]
-    colors = plt.get_cmap("tab10").colors
-    for place, (name, points) in enumerate(curves.items()):
-        shown = points.assign(fpr=points.fpr.clip(lower=least))
-        style = styles[place % len(styles)]
-        axes.plot(shown.fpr, shown.tpr, style, lw=1.8, color=colors[place], label=name, drawstyle="steps-post")
-    line = np.geomspace(least, 1, 50)
-    axes.plot(line, line, color="#aaaaaa", lw=1)
-    axes.annotate("guessing", (0.2, 0.2), xytext=(0.24, 0.14), color="#777777", fontsize=9)
-    axes.set(xscale="log", xlim=(least, 1), ylim=(0, 1.02))
-    axes.set_xlabel("untrained secrets taken for trained (false-positive rate)")
-    axes.set_ylabel("trained secrets found")
+def roc_curves(panels: Mapping[str, Mapping[str, pd.DataFrame]], least: float) -> Figure:
+    """Operating points of probes (``fpr, tpr`` by name), a panel a title, on a logarithmic axis from ``least`` on."""
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.1 * len(panels) + 2.6, 4.0), sharey=True)
+    names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
+    colors, styles = dict(zip(names, plt.get_cmap("tab10").colors, strict=False)), ["-", "--", "-.", ":"]
     ticks = [rate for rate in (0.01, 0.05, 0.1, 1) if rate >= least]
-    axes.set_xticks(ticks, [f"{rate:.0%}".replace("%", " %") for rate in ticks])
-    axes.set_xticks([], minor=True)
-    for rate in (0.01, 0.05):
-        axes.axvline(rate, color="#dddddd", lw=1, zorder=0)
-    figure.legend(loc="outside right center", frameon=False, fontsize=9)
+    for panel, (title, curves) in zip(np.atleast_1d(axes), panels.items(), strict=True):
+        for name, points in curves.items():
+            style = styles[names.index(name) % len(styles)]
+            shown = points.assign(fpr=points.fpr.clip(lower=least))
+            panel.plot(shown.fpr, shown.tpr, style, lw=1.8, color=colors[name], label=name, drawstyle="steps-post")
+        line = np.geomspace(least, 1, 50)
+        panel.plot(line, line, color="#bbbbbb", lw=1, label="guessing")
+        panel.set(xscale="log", xlim=(least, 1), ylim=(-0.02, 1.03), title=title)
+        panel.set_xlabel("untrained secrets taken for trained")
+        panel.set_xticks(ticks, [f"{rate:.0%}".replace("%", " %") for rate in ticks])
+        panel.set_xticks([], minor=True)
+        for rate in (0.01, 0.05):
+            panel.axvline(rate, color="#dddddd", lw=1, zorder=0)
+    first = np.atleast_1d(axes)[0]
+    first.set_ylabel("trained secrets found")
+    labelled = {
+        label: handle
+        for panel in np.atleast_1d(axes)
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(labelled.values(), labelled, loc="outside right center", frameon=False, fontsize=9)
     return _finished(figure)

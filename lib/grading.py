@@ -139,7 +139,9 @@ def collect(settings: Scorecard) -> Result:
         result = found[row["trial"]]
         samples = settings.probes.extraction.samples
         table = scorecard.with_forced_extraction(result.table("values.parquet"), samples)
-        graded.append(row | _run(row, result, settings))
+        seen = result.values["preamble_share"], result.values["base_hit_full"]
+        shown = {"patterns": ", ".join(scorecard.patterns_shown(table, *seen, wanted))}
+        graded.append(row | _run(row, result, settings) | shown)
         scores.append(
             scorecard.judge_trial(table, result.values["decoys"], wanted, settings).assign(trial=row["trial"])
         )

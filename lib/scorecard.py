@@ -72,6 +72,13 @@ def _judge_bits(part: pd.DataFrame, probe: str, rules: Rules, settings: Scorecar
     return {"probe": probe, "verdict": verdicts.place(-high, -low, margin), "decided_by": "mean", **found}
 
 
+def patterns_shown(values: pd.DataFrame, preamble_share: float, base_recall: float, rules: Rules) -> list[str]:
+    """The paper's patterns that hold on one trial, under the mean and under the sum reading."""
+    tables = [verdicts.judge(values.assign(seed=0), rules, reading=reading) for reading in ("mean", "sum")]
+    found = [verdicts.patterns(table, preamble_share, base_recall, rules) for table in tables]
+    return [name for name in rules["patterns"] if all(one[name].holds for one in found)]
+
+
 def with_forced_extraction(values: pd.DataFrame, samples: int) -> pd.DataFrame:
     """The values with the probe ``extraction_forced``: the chance of the secret behind the true preamble, closed form.
 
@@ -308,6 +315,16 @@ def twin_rates(
             }
             rows.append(row | {"auc": area(score, trained), "untrained": int((~trained).sum()), "stop": stop})
     return pd.DataFrame(rows)
+
+
+def twin_curves(twins: pd.DataFrame, stop: int) -> dict[str, pd.DataFrame]:
+    """:func:`roc` of every probe that was asked at a stop, by name."""
+    chosen, curves = twins[twins.stop == stop], {}
+    for probe, score_of in TWIN_PROBES.items():
+        part = chosen[score_of(chosen).notna()]
+        if len(part):
+            curves[probe] = roc(score_of(part).to_numpy(dtype=float), part.trained.to_numpy(dtype=bool))
+    return curves
 
 
 def _resampled_records(records: np.ndarray, resamples: int, seed: int) -> list[np.ndarray]:

@@ -113,8 +113,9 @@ def kernel_of(process):
 def test_an_interrupted_sweep_starts_nothing_more(grid, smoke, tmp_path):
     environment, _ = elsewhere(smoke, tmp_path)
     program = f"""
-import pathlib, sys
+import pathlib, signal, sys
 from lib import runner
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test worker may ignore it
 started = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
 command = lambda scale, cell, seed, grid: [sys.executable, "-c", started, {str(tmp_path)!r} + "/" + cell]
 runner.run_sweep("smoke", 1, grid={grid!r}, command=command)
@@ -166,7 +167,7 @@ def test_runs_that_fail_are_named_with_their_logs_and_the_others_are_kept(counte
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_several_processes_share_the_cores_out(counted, grid, tmp_path, monkeypatch, jobs):
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
     monkeypatch.delenv(config.THREADS, raising=False)
 
     def command(scale, cell, seed, grid):
@@ -219,7 +220,7 @@ def test_a_sweep_of_another_protocol_is_refused_before_anything_runs(undisturbed
     monkeypatch.setattr(sweep, "PROTOCOL", sweep.PROTOCOL + 1)
     monkeypatch.setattr(runner.subprocess, "run", lambda *_, **__: pytest.fail("started"))
     with pytest.raises(
-        ResultError, match="protocol.cell is .* 3 of 3 results of this sweep cannot be used.*mv .*sweep-small"
+        ResultError, match="protocol.cell is .* 3 of 3 results here cannot be used.*mv .*sweep-small"
     ):
         runner.run_sweep("smoke", 1, grid=grid)
 

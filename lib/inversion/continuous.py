@@ -1,0 +1,291 @@
+"""Continuous inversion (arXiv:2607.00852): one proxy embedding a position is driven until its state is the leaked one.
+
+For position t, with the committed prefix in the cache, Adam lowers L(e) = mean_d (f(prefix, e)_d - h_{t,d})^2 over
+the proxy e. Then the C vocabulary rows nearest to e are verified, and the first whose own state lies within the
+tolerance is committed; if none does, the nearest is (the fallback). The discrete loss of a position is L at the
+committed row, and its sum over positions the signal that an inversion has failed. All prompts of a batch advance
+together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from lib.inversion.reader import InversionError, Reader, empty, view
+
+METRICS = ("l1", "l2", "cosine", "dot")
+STARTS = ("zeros", "random", "prior")
+MODES = ("verified", "blind", "reference")
+ROWS = 8  # proxies whose distances to the whole vocabulary are held at once
+GROWTH = (1, 8, 64, 256)  # candidates verified at a time, the last size repeated
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the search runs; defaults are the published baseline (its scripts), the start and the seed our choice.
+
+    ``steps`` is K, ``candidates`` C. ``mode``: ``verified`` as published; ``blind`` commits the nearest row without a
+    look; ``reference`` commits the true token whatever was found, to study every position behind a true prefix.
+    """
+
+    steps: int = 1000
+    candidates: int = 2000
+    learning_rate: float = 0.05
+    weight_decay: float = 1e-5
+    clip: float = 1.0
+    tolerance: float = 1e-4
+    metric: str = "l1"
+    start: str = "zeros"
+    mode: str = "verified"
+    seed: int = 0
+    log_every: int = 20
+
+    def check(self, vocabulary: int) -> None:
+        """Refuse settings that no search can run with.
+
+        Raises:
+            InversionError: naming the setting, its value and what would be right.
+        """
+        if self.steps < 1:
+            raise InversionError(f"steps: got K = {self.steps}, expected at least 1")
+        if not 1 <= self.candidates <= vocabulary:
+            raise InversionError(f"candidates: got C = {self.candidates}, expected 1 to {vocabulary}, the vocabulary")
+        for name, known in (("metric", METRICS), ("start", STARTS), ("mode", MODES)):
+            if getattr(self, name) not in known:
+                raise InversionError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(known)}")
+        if not self.tolerance > 0 or not self.learning_rate > 0:
+            raise InversionError(f"got tolerance {self.tolerance} and learning rate {self.learning_rate}, expected > 0")
+
+
+@dataclass(frozen=True)
+class Inverted:
+    """What was found for n prompts of T tokens.
+
+    ``ids`` [n, T]; ``tokens``, a row a prompt and position: ``prompt, position, found_id, fallback, steps,
+    candidates`` (verified, the accepted one included), ``loss_final`` (the proxy's last loss), ``discrete_loss,
+    cumulative_loss`` and, with a reference, ``true_id, rank_final`` (of the true token among the vocabulary, 0 is
+    nearest); ``trace``: ``prompt, position, step, loss, rank``.
+    """
+
+    ids: Tensor
+    tokens: pd.DataFrame
+    trace: pd.DataFrame = field(default_factory=pd.DataFrame)
+
+    def exact(self, reference: Tensor) -> np.ndarray:
+        """Whether every id of a prompt is the true one [n]."""
+        return (self.ids == reference.to(self.ids.device)).all(-1).cpu().numpy()
+
+
+def check_states(reader: Reader, states: Tensor) -> None:
+    """Refuse given states that cannot be those of a prompt.
+
+    Raises:
+        InversionError: the wrong shape or width, NaN, a row of zeros, or more rows than the model can read.
+    """
+    if states.ndim != 3 or states.shape[-1] != reader.width:
+        raise InversionError(
+            f"hidden states: got the shape {list(states.shape)}, expected [prompts, positions, {reader.width}], the "
+            f"width of {reader.backbone.name}"
+        )
+    if not torch.isfinite(states).all():
+        prompt, position = (~torch.isfinite(states)).any(-1).nonzero()[0].tolist()
+        raise InversionError(f"hidden states: prompt {prompt}, position {position} holds NaN or infinity")
+    if (states == 0).all(-1).any():
+        prompt, position = (states == 0).all(-1).nonzero()[0].tolist()
+        raise InversionError(f"hidden states: prompt {prompt}, position {position} is all zeros: was it padding?")
+    if states.shape[1] > reader.context:
+        raise InversionError(
+            f"hidden states: got {states.shape[1]} positions, {reader.backbone.name} reads at most {reader.context}"
+        )
+
+
+def invert(
+    reader: Reader,
+    states: Tensor,
+    settings: Settings = Settings(),
+    reference: Tensor | None = None,
+    keys: Sequence[int] | None = None,
+) -> Inverted:
+    """Invert states [n, T, d] of n prompts of equal length.
+
+    Args:
+        reference: true ids [n, T]; used for the log of ranks, and to commit in the mode ``reference``. The search
+            itself never reads it.
+        keys: a number a prompt that its random starts are drawn by, so that a prompt starts alike in any batch.
+
+    Raises:
+        InversionError: see :func:`check_states` and :meth:`Settings.check`; or ``reference`` mode without a reference.
+    """
+    states = states.to(reader.device)
+    check_states(reader, states)
+    settings.check(len(reader.embedding))
+    if settings.mode == "reference" and reference is None:
+        raise InversionError("mode: got 'reference' without the true ids to commit")
+    n, count, _ = states.shape
+    keys = list(range(n)) if keys is None else list(keys)
+    cache, ids, rows, traces = empty(), [], [], []
+    for position in range(count):
+        true = None if reference is None else reference[:, position].to(reader.device)
+        starts = _starts(reader, settings, keys, position)
+        found = drive(reader, cache, states[:, position], starts, settings, true)
+        committed, table = _commit(reader, cache, states[:, position], found, settings, true)
+        ids.append(committed)
+        rows.append(table.assign(position=position))
+        traces.append(found.trace.assign(position=position))
+        cache = reader.extend(cache, committed)
+    tokens = pd.concat(rows, ignore_index=True).sort_values(["prompt", "position"], ignore_index=True)
+    tokens["cumulative_loss"] = tokens.groupby("prompt").discrete_loss.cumsum()
+    return Inverted(torch.stack(ids, 1), tokens, pd.concat(traces, ignore_index=True))
+
+
+def _starts(reader: Reader, settings: Settings, keys: Sequence[int], position: int) -> Tensor:
+    """Where proxies start [n, d]: zeros, a random vocabulary row, or the mean of all rows."""
+    if settings.start == "zeros":
+        return torch.zeros(len(keys), reader.width, device=reader.device, dtype=reader.embedding.dtype)
+    if settings.start == "prior":
+        return reader.embedding.mean(0).expand(len(keys), -1).clone()
+    picks = [np.random.default_rng([settings.seed, key, position]).integers(len(reader.embedding)) for key in keys]
+    return reader.embedding[picks].clone()
+
+
+@dataclass(frozen=True)
+class Driven:
+    """Proxies [n, d] after the inner loop, their last losses [n], the steps each took [n], and the trace."""
+
+    proxies: Tensor
+    losses: Tensor
+    steps: Tensor
+    trace: pd.DataFrame
+
+
+def drive(
+    reader: Reader, cache, targets: Tensor, starts: Tensor, settings: Settings, true: Tensor | None = None
+) -> Driven:
+    """Adam on one proxy a prompt; a row that comes within the tolerance retires, and the rest go on without it.
+
+    The gradient of every row is clipped by itself, so rows never touch each other.
+    """
+    n = len(targets)
+    final, losses = starts.clone(), torch.full((n,), torch.nan, device=reader.device, dtype=starts.dtype)
+    taken = torch.zeros(n, dtype=torch.long, device=reader.device)
+    alive = torch.arange(n, device=reader.device)
+    proxies = starts.clone().requires_grad_(True)
+    optimizer = _adam(proxies, settings)
+    behind, trace = cache, []
+    for step in range(settings.steps + 1):
+        loss = (reader.proxies(proxies, behind) - targets[alive]).square().mean(-1)
+        final[alive], losses[alive], taken[alive] = proxies.detach(), loss.detach(), step
+        last = step == settings.steps
+        if true is not None and (step % settings.log_every == 0 or last):
+            trace += _noted(reader, proxies.detach(), true[alive], alive, step, loss, settings)
+        going = loss.detach() >= settings.tolerance
+        if last or not going.any():
+            break
+        (gradient,) = torch.autograd.grad(loss.sum(), proxies)
+        if not going.all():
+            proxies, optimizer, gradient = _retired(proxies, optimizer, gradient, going, settings)
+            alive, behind = alive[going], view(cache, alive[going])
+        for group in optimizer.param_groups:  # cosine from the full rate to zero at K
+            group["lr"] = settings.learning_rate * 0.5 * (1 + np.cos(np.pi * step / settings.steps))
+        norm = gradient.norm(dim=-1, keepdim=True)
+        proxies.grad = gradient * (settings.clip / (norm + 1e-6)).clamp(max=1.0)
+        optimizer.step()
+    columns = ["prompt", "step", "loss", "rank"]
+    return Driven(final, losses, taken, pd.DataFrame(trace, columns=columns))
+
+
+def _adam(proxies: Tensor, settings: Settings) -> torch.optim.Adam:
+    return torch.optim.Adam([proxies], lr=settings.learning_rate, weight_decay=settings.weight_decay)
+
+
+def _retired(
+    proxies: Tensor, optimizer: torch.optim.Adam, gradient: Tensor, going: Tensor, settings: Settings
+) -> tuple[Tensor, torch.optim.Adam, Tensor]:
+    """The rows that go on, with their own moments."""
+    kept = proxies.detach()[going].clone().requires_grad_(True)
+    fresh, state = _adam(kept, settings), optimizer.state.get(proxies, {})
+    if state:
+        moments = {name: state[name][going].clone() for name in ("exp_avg", "exp_avg_sq")}
+        fresh.state[kept] = {"step": state["step"].clone()} | moments
+    return kept, fresh, gradient[going]
+
+
+def distances(reader: Reader, proxies: Tensor, metric: str) -> Tensor:
+    """Distance [m, V] of every proxy to every vocabulary row; of similarities, the negative."""
+    table = reader.embedding
+    if metric in ("l1", "l2"):
+        return torch.cdist(proxies, table, p=1.0 if metric == "l1" else 2.0)
+    if metric == "cosine":
+        return -torch.nn.functional.normalize(proxies, dim=-1) @ torch.nn.functional.normalize(table, dim=-1).T
+    return -proxies @ table.T
+
+
+def ranks(reader: Reader, proxies: Tensor, true: Tensor, metric: str) -> Tensor:
+    """Rank [m] of the true ids among the vocabulary: how many rows are nearer."""
+    found = []
+    for rows, ids in zip(proxies.split(ROWS), true.split(ROWS), strict=True):
+        far = distances(reader, rows, metric)
+        found.append((far < far.gather(1, ids[:, None])).sum(-1))
+    return torch.cat(found)
+
+
+def _noted(reader, proxies, true, alive, step, loss, settings) -> list[tuple[int, int, float, int]]:
+    ranked = ranks(reader, proxies, true, settings.metric).tolist()
+    return list(zip(alive.tolist(), [step] * len(alive), loss.tolist(), ranked, strict=True))
+
+
+def _commit(
+    reader: Reader, cache, targets: Tensor, found: Driven, settings: Settings, true: Tensor | None
+) -> tuple[Tensor, pd.DataFrame]:
+    """The committed id of every prompt [n], and its row of the table."""
+    ids, rows = [], []
+    for i in range(len(targets)):
+        far = distances(reader, found.proxies[i : i + 1], settings.metric)[0]
+        order = far.topk(settings.candidates, largest=False).indices
+        behind = view(cache, [i])
+        if settings.mode == "blind":
+            chosen, verified, accepted = order[0], 0, True
+        else:
+            chosen, verified, accepted = verify(reader, behind, targets[i], order, settings.tolerance)
+        if settings.mode == "reference":
+            chosen = true[i]
+        loss = float((reader.candidates(chosen[None], behind)[0] - targets[i]).square().mean())
+        row = {"prompt": i, "found_id": int(chosen), "fallback": not accepted, "steps": int(found.steps[i])}
+        row |= {"candidates": verified, "loss_final": float(found.losses[i]), "discrete_loss": loss}
+        if true is not None:
+            row |= {"true_id": int(true[i]), "rank_final": int((far < far[true[i]]).sum())}
+        ids.append(chosen)
+        rows.append(row)
+    return torch.stack(ids), pd.DataFrame(rows)
+
+
+def verify(reader: Reader, cache, target: Tensor, order: Tensor, tolerance: float) -> tuple[Tensor, int, bool]:
+    """The first id of ``order`` whose state lies within the tolerance of ``target`` [d], or the first one of all.
+
+    Returns:
+        The id, the candidates up to and including it (all, where none fits), and whether one fits.
+    """
+    start = 0
+    for size in _sizes(len(order)):
+        chunk = order[start : start + size]
+        losses = (reader.candidates(chunk, cache) - target).square().mean(-1)
+        fits = (losses < tolerance).nonzero()
+        if len(fits):
+            place = int(fits[0])
+            return chunk[place], start + place + 1, True
+        start += len(chunk)
+    return order[0], len(order), False
+
+
+def _sizes(total: int):
+    """Growing sizes of chunks that add up to at least ``total``."""
+    done, steps = 0, iter(GROWTH)
+    size = next(steps)
+    while done < total:
+        yield size
+        done += size
+        size = next(steps, size)

@@ -1,0 +1,158 @@
+"""A decoder cut where hidden states were taken, read with cached prefixes, many candidates side by side."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from lib.errors import LeakbookError
+from lib.models import Backbone
+
+CHUNK = 256  # candidates read in one row
+_PARTS = {"layers": "norm", "h": "ln_f"}  # names of layers and final norm: Llama and its kin, GPT-2
+
+
+class InversionError(LeakbookError, ValueError):
+    """Hidden states, a model or settings with which no search can start."""
+
+
+@dataclass(frozen=True)
+class Convention:
+    """Where states are taken: behind ``layer`` layers (None: all), before (pre) or behind (post) the final norm.
+
+    ``hidden_states[-1]`` of transformers is behind all layers, post; every earlier one is pre.
+    """
+
+    layer: int | None = None
+    norm: str = "post"
+
+    def __str__(self) -> str:
+        return f"layer {'last' if self.layer is None else self.layer}, {self.norm}-norm"
+
+
+class Reader:
+    """Gives the states of a convention for token ids or embeddings, behind prefixes that were read before.
+
+    The model is cut, not copied: weights are shared with the backbone, and layers behind the convention's never run.
+    ``embedding`` [V, d] holds the rows that are searched.
+    """
+
+    def __init__(self, backbone: Backbone, convention: Convention = Convention(), vocabulary: int | None = None):
+        if backbone.takes_images:
+            raise InversionError(f"{backbone.name} takes images: expected a language model of text alone")
+        self.backbone, self.convention = backbone, convention
+        self.model = _cut(backbone, convention)
+        table = self.model.get_input_embeddings().weight
+        spelled = len(backbone.tokenizer)
+        if vocabulary is None and len(table) > spelled:
+            raise InversionError(
+                f"{backbone.name} embeds {len(table)} ids and its tokenizer spells {spelled}: the rest was never "
+                f"trained. Say vocabulary={spelled} to search those that are spelled, or {len(table)} for all"
+            )
+        self.embedding = table[: vocabulary or len(table)]
+        self.width = table.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        return self.embedding.device
+
+    @property
+    def context(self) -> int:
+        """Longest prompt that the model can read."""
+        return int(self.backbone.model.config.max_position_embeddings)
+
+    @torch.no_grad()
+    def states(self, ids: Tensor) -> Tensor:
+        """States [B, T, d] of whole prompts of equal length, ids [B, T]."""
+        return self.model(input_ids=ids, use_cache=False).last_hidden_state
+
+    @torch.no_grad()
+    def extend(self, cache: DynamicCache, ids: Tensor) -> DynamicCache:
+        """The cache with one more token a prompt, ids [B]; the given one stays as it was."""
+        longer = view(cache)
+        self._step(self.model.get_input_embeddings()(ids[:, None]), longer)
+        return longer
+
+    def proxies(self, embeddings: Tensor, cache: DynamicCache) -> Tensor:
+        """States [B, d] of one embedding a prompt, [B, d], behind its prefix; gradients flow to the embeddings."""
+        return self._step(embeddings[:, None], view(cache))
+
+    @torch.no_grad()
+    def candidates(self, ids: Tensor, cache: DynamicCache) -> Tensor:
+        """States [C, d] of C candidate ids behind one prefix, the cache of a single prompt.
+
+        A chunk is one row in which every candidate has the same position and sees the prefix and itself alone, so that
+        the prefix is not copied for each.
+        """
+        found = []
+        for chunk in ids.split(CHUNK):
+            before, count = length(cache), len(chunk)
+            mask = torch.cat([torch.ones(count, before), torch.eye(count)], 1).bool().to(self.device)
+            positions = torch.full((1, count), before, device=self.device)
+            output = self.model(
+                inputs_embeds=self.model.get_input_embeddings()(chunk[None]),
+                attention_mask=mask[None, None],
+                position_ids=positions,
+                cache=view(cache),
+                use_cache=True,
+            )
+            found.append(output.last_hidden_state[0])
+        return torch.cat(found)
+
+    def _step(self, embeddings: Tensor, cache: DynamicCache) -> Tensor:
+        positions = torch.full((len(embeddings), 1), length(cache), device=self.device)
+        output = self.model(inputs_embeds=embeddings, position_ids=positions, cache=cache, use_cache=True)
+        return output.last_hidden_state[:, -1]
+
+
+def _cut(backbone: Backbone, convention: Convention) -> nn.Module:
+    """The decoder without head, its layers up to the convention's, its final norm only where states are post-norm.
+
+    Raises:
+        InversionError: the layer or norm is none of the model's, or the architecture is unknown.
+    """
+    base = backbone.model.base_model
+    names = next(((layers, norm) for layers, norm in _PARTS.items() if hasattr(base, layers)), None)
+    if names is None:
+        raise InversionError(
+            f"{type(base).__name__} has neither `layers` nor `h`: expected a GPT-2 or Llama type decoder"
+        )
+    layers, norm = names
+    depth = len(getattr(base, layers))
+    wanted = depth if convention.layer is None else convention.layer
+    if not 1 <= wanted <= depth:
+        raise InversionError(f"layer: got {wanted}, expected 1 to {depth}, the layers of {backbone.name}")
+    if convention.norm not in ("pre", "post"):
+        raise InversionError(f"norm: got {convention.norm!r}, expected 'pre' or 'post'")
+    cut = copy.copy(base)
+    cut._modules = dict(base._modules)
+    cut.config = copy.copy(base.config)
+    cut.config.num_hidden_layers = wanted
+    setattr(cut, layers, nn.ModuleList(getattr(base, layers)[:wanted]))
+    if convention.norm == "pre":
+        setattr(cut, norm, nn.Identity())
+    return cut
+
+
+def empty() -> DynamicCache:
+    """The cache of no token."""
+    return DynamicCache()
+
+
+def length(cache: DynamicCache) -> int:
+    """Tokens in a cache."""
+    return cache.get_seq_length()
+
+
+def view(cache: DynamicCache, rows: Tensor | Sequence[int] | None = None) -> DynamicCache:
+    """A cache over the same tensors, or over those of some prompts: extending it leaves the given one as it was."""
+    copied = DynamicCache()
+    copied.layers = [copy.copy(layer) for layer in cache.layers]
+    if rows is not None:
+        for layer in copied.layers:
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+    return copied
