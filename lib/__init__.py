@@ -3,6 +3,7 @@
 Modules import in one direction: ``errors``, ``paths``, ``config``, ``files`` -> ``embedded``, ``models`` -> ``spans``,
 ``pictures``, ``canaries``, ``benign`` -> ``encoding``, ``scoring`` -> ``adapters``, ``training`` -> ``probes`` ->
 ``results``, ``runs``, ``sweep``, ``runner`` -> ``figures``, ``paper``; ``python -m lib`` stands on all of them.
+``plan``, ``trials``, ``twins``, ``truth`` and ``scorecard`` grade probes; ``inversion`` is a study of its own.
 """
 
 import warnings

@@ -422,7 +422,8 @@ def scorecard_table(card: "Result") -> str:
     from lib import scorecard
 
     found = scorecard.summary(scorecard.detection(card.table("runs.csv"), card.table("scores.csv")))
-    heads = [f"{scorecard.TASKS[base]}: {role}" for base, role in found.columns]
+    tasks = dict(zip(scorecard.TASKS, ("damage", "learning"), strict=True))
+    heads = [f"{tasks[base]}: {role}" for base, role in found.columns]
     lines = [f"| probe | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     lines += [f"| {probe} | {' | '.join(row)} |" for probe, row in zip(found.index, found.to_numpy(), strict=True)]
     return "\n".join(lines) + "\n"

@@ -460,5 +460,5 @@ spread.rename(index=lambda name: f"{labels[name]}: {name}", level="cell").round(
 #
 # ### Go on
 #
-# `make scorecard SCALE=smoke` makes a small one in a minute. Other doses and seeds: `params/scorecard.yaml`, then `python
+# `make scorecard SCALE=smoke` makes a small one in a good minute. Other doses and seeds: `params/scorecard.yaml`, then `python
 # -m lib plan` and `make scorecard`.
