@@ -157,7 +157,8 @@ count = bits.assign(fell=bits.change < -1).groupby("seed").fell.sum()
 pd.DataFrame({"damaged": drawn.map(len), "exposure fell by a bit": count}).T
 
 # %% [markdown]
-# The paper's patterns, by the committed rules, among all trials of the test half (an empty pattern is none):
+# By a count of two canaries it would have found one trial of six. Now the paper's patterns, by the committed rules, among
+# all trials of the test half:
 
 # %%
 shown = test.assign(patterns=test.patterns.fillna("").replace("", "none"))
@@ -166,8 +167,8 @@ shown.groupby(["base", "intervention", "patterns"]).size().unstack(fill_value=0)
 # %% [markdown]
 # **Two of the paper's patterns, not found in the sweep, are found here.** C5 (*ambiguous drop*) in 2 of 6 trials of harmless
 # tuning: the window falls, the whole secret stays undecided, nothing is recalled; the decoys fall along (`general` in
-# `runs.csv`), and the protocol says *inconclusive*. This base was stopped earlier than those of the sweep, and tuned with
-# the higher rate. C3 (*window truncation*) in one trial of the smallest damage, where the whole secret's verdict fires and
+# `runs.csv`), and the protocol says *inconclusive*. These trials differ from the sweep's cells in the injection (text
+# canaries alone) and in the tuning (the higher rate, ten steps); which of it matters was not tried. C3 (*window truncation*) in one trial of the smallest damage, where the whole secret's verdict fires and
 # the window's does not; and in one of noise, so it is no proof of anything by itself. C4 needs an unchanged secret, and
 # under our drift it is *inconclusive* in five trials and *damaged* in one.
 #
@@ -449,7 +450,7 @@ spread.rename(index=lambda name: f"{labels[name]}: {name}", level="cell").round(
 # ## What surprised, what failed, what this cannot say
 #
 # * **Surprised** us: that exposure, the field's measure, is blind to damage; that the window fails in every drift trial, not
-#   in some; that C5 turned up once the base was stopped earlier; that subtracting the twin lifts detection so far while
+#   in some; that C5, absent from twelve cells of the sweep, turned up here; that subtracting the twin lifts detection so far while
 #   nothing is recalled.
 # * **Failed**: manipulations that the truth does not confirm (kept, counted, and left out above for comparison); damage that
 #   also costs untouched canaries recall under other wordings; a false-positive rate of 1 % for exposure.

@@ -219,9 +219,7 @@ def test_a_sweep_of_another_protocol_is_refused_before_anything_runs(undisturbed
     # One message for all results, and the command that moves them aside.
     monkeypatch.setattr(sweep, "PROTOCOL", sweep.PROTOCOL + 1)
     monkeypatch.setattr(runner.subprocess, "run", lambda *_, **__: pytest.fail("started"))
-    with pytest.raises(
-        ResultError, match="protocol.cell is .* 3 of 3 results here cannot be used.*mv .*sweep-small"
-    ):
+    with pytest.raises(ResultError, match="protocol.cell is .* 3 of 3 results here cannot be used.*mv .*sweep-small"):
         runner.run_sweep("smoke", 1, grid=grid)
 
 

@@ -39,19 +39,12 @@ def sipit(reader: Reader, states: Tensor, settings: Sipit = Sipit()) -> Inverted
     Raises:
         InversionError: see :func:`lib.inversion.continuous.check_states`.
     """
-    states = states.to(reader.device)
-    check_states(reader, states)
-    ids, rows = [], []
-    for prompt, targets in enumerate(states):
-        cache, found = empty(), []
-        for position, target in enumerate(targets):
-            start = np.random.default_rng([settings.seed, prompt, position]).integers(len(reader.embedding))
-            chosen, tried, accepted = _descend(reader, cache, target, int(start), settings)
-            rows.append(_row(reader, cache, prompt, position, target, chosen, tried, accepted))
-            found.append(chosen)
-            cache = reader.extend(cache, chosen[None])
-        ids.append(torch.stack(found))
-    return _collected(ids, rows)
+
+    def search(prompt: int, position: int, target: Tensor, cache, _: list[int]) -> tuple[Tensor, int, bool]:
+        start = np.random.default_rng([settings.seed, prompt, position]).integers(len(reader.embedding))
+        return _descend(reader, cache, target, int(start), settings)
+
+    return _position_by_position(reader, states, search)
 
 
 def _descend(reader: Reader, cache, target: Tensor, start: int, settings: Sipit) -> tuple[Tensor, int, bool]:
@@ -124,15 +117,23 @@ def in_order(reader: Reader, states: Tensor, order: Callable, tolerance: float) 
     Raises:
         InversionError: see :func:`lib.inversion.continuous.check_states`.
     """
+
+    def search(prompt: int, position: int, target: Tensor, cache, committed: list[int]) -> tuple[Tensor, int, bool]:
+        return verify(reader, cache, target, order(prompt, position, target, committed), tolerance)
+
+    return _position_by_position(reader, states, search)
+
+
+def _position_by_position(reader: Reader, states: Tensor, search: Callable) -> Inverted:
+    """One prompt after the other: ``search(prompt, position, target, cache, committed)`` gives id, tries, accepted."""
     states = states.to(reader.device)
     check_states(reader, states)
     ids, rows = [], []
     for prompt, targets in enumerate(states):
         cache, found = empty(), []
         for position, target in enumerate(targets):
-            tries = order(prompt, position, target, [int(i) for i in found])
-            chosen, verified, accepted = verify(reader, cache, target, tries, tolerance)
-            rows.append(_row(reader, cache, prompt, position, target, chosen, verified, accepted))
+            chosen, tried, accepted = search(prompt, position, target, cache, [int(i) for i in found])
+            rows.append(_row(reader, cache, prompt, position, target, chosen, tried, accepted))
             found.append(chosen)
             cache = reader.extend(cache, chosen[None])
         ids.append(torch.stack(found))
