@@ -221,7 +221,7 @@ def _run_all(phases: list[list[Task]], jobs: int, logs: Path) -> list[Failure]:
     missing = [[task for task in phase if not task.is_done()] for phase in phases]
     total, done = sum(map(len, phases)), sum(map(len, phases)) - sum(map(len, missing))
     environment = os.environ | {"TQDM_DISABLE": "1"} | _share_of_cores(jobs)
-    with tqdm(total=total, initial=done, desc="sweep", unit="run", smoothing=0.1) as bar:
+    with tqdm(total=total, initial=done, desc="runs", unit="run", smoothing=0.1) as bar:
         for phase in missing:
             with ThreadPoolExecutor(max_workers=jobs) as pool:
                 try:

@@ -161,7 +161,7 @@ pd.DataFrame({"damaged": drawn.map(len), "exposure fell by a bit": count}).T
 # all trials of the test half:
 
 # %%
-shown = test.assign(patterns=test.patterns.fillna("").replace("", "none"))
+shown = test.assign(patterns=test.patterns.astype(object).where(test.patterns.notna(), "none"))
 shown.groupby(["base", "intervention", "patterns"]).size().unstack(fill_value=0)
 
 # %% [markdown]
