@@ -134,29 +134,8 @@ def collect(settings: Scorecard) -> Result:
             f"{len(missing)} of {len(found) + len(pair)} parts of the scorecard are missing, {missing[0]} among them: "
             f"run `make scorecard SCALE={settings.scale}`"
         )
-    graded, scores, values, curves = [], [], [], []
-    for row in rows:
-        result = found[row["trial"]]
-        samples = settings.probes.extraction.samples
-        table = scorecard.with_forced_extraction(result.table("values.parquet"), samples)
-        seen = result.values["preamble_share"], result.values["base_hit_full"]
-        shown = {"patterns": ", ".join(scorecard.patterns_shown(table, *seen, wanted))}
-        graded.append(row | _run(row, result, settings) | shown)
-        scores.append(
-            scorecard.judge_trial(table, result.values["decoys"], wanted, settings).assign(trial=row["trial"])
-        )
-        values.append(table.assign(trial=row["trial"]))
-        if "relearning.csv" in result.content["files"]:
-            curves.append(result.table("relearning.csv").assign(trial=row["trial"]))
-    scores = pd.concat(scores, ignore_index=True)[scorecard.SCORES]
-    tables = {
-        PLAN: drawn,
-        "runs.csv": pd.DataFrame(graded),
-        "scores.csv": scores.round(8),
-        "values.parquet": pd.concat(values, ignore_index=True)[["trial", *trials.VALUES]],
-        "relearning.csv": pd.concat(curves, ignore_index=True)[["trial", "step", "known", "nll"]],
-        "twins.parquet": pd.concat([result.table("scores.parquet") for result in pair.values()], ignore_index=True),
-    }
+    tables = {PLAN: drawn} | _trial_tables(rows, found, wanted, settings)
+    tables["twins.parquet"] = pd.concat([result.table("scores.parquet") for result in pair.values()], ignore_index=True)
     scorecard.join_twins(tables["twins.parquet"])
     seconds = sum(result.content["provenance"]["seconds"] for result in [*found.values(), *pair.values()])
     made = [result.content["provenance"] for result in [*found.values(), *pair.values()]]
@@ -172,6 +151,32 @@ def collect(settings: Scorecard) -> Result:
     folder = trials.folder_of(settings.scale)
     (folder / "result.json").unlink(missing_ok=True)  # none of the two, old or new, until all tables are there
     return write_result(folder, inputs(settings) | {"model": model}, results, record, writers(tables))
+
+
+def _trial_tables(
+    rows: list[dict[str, Any]], found: dict[str, Result], wanted: dict[str, Any], settings: Scorecard
+) -> dict[str, pd.DataFrame]:
+    """The tables that trials make: what each was and did, every probe's verdict, values and relearning curves."""
+    graded, scores, values, curves = [], [], [], []
+    for row in rows:
+        result = found[row["trial"]]
+        samples = settings.probes.extraction.samples
+        table = scorecard.with_forced_extraction(result.table("values.parquet"), samples)
+        seen = result.values["preamble_share"], result.values["base_hit_full"]
+        shown = {"patterns": ", ".join(scorecard.patterns_shown(table, *seen, wanted))}
+        graded.append(row | _run(row, result, settings) | shown)
+        scores.append(
+            scorecard.judge_trial(table, result.values["decoys"], wanted, settings).assign(trial=row["trial"])
+        )
+        values.append(table.assign(trial=row["trial"]))
+        if "relearning.csv" in result.content["files"]:
+            curves.append(result.table("relearning.csv").assign(trial=row["trial"]))
+    return {
+        "runs.csv": pd.DataFrame(graded),
+        "scores.csv": pd.concat(scores, ignore_index=True)[scorecard.SCORES].round(8),
+        "values.parquet": pd.concat(values, ignore_index=True)[["trial", *trials.VALUES]],
+        "relearning.csv": pd.concat(curves, ignore_index=True)[["trial", "step", "known", "nll"]],
+    }
 
 
 def _run(row: dict[str, Any], result: Result, settings: Scorecard) -> dict[str, Any]:
