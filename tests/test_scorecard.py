@@ -35,7 +35,7 @@ def test_the_plan_is_drawn_the_same_every_time_and_names_every_trial_once():
     assert drawn.equals(plan.draw(LAPTOP)) and not drawn.trial.duplicated().any()
     assert list(drawn.columns) == plan.COLUMNS
     test = drawn[drawn.half == "test"]
-    assert test.seed.nunique() >= 6 and not set(test.seed) & set(drawn[drawn.half == "development"].seed)
+    assert test.seed.nunique() >= 10 and not set(test.seed) & set(drawn[drawn.half == "development"].seed)
     positives = test[test.role == "positive"].groupby("intervention").seed.nunique()
     assert positives.to_dict() == dict.fromkeys(("damage", "relearning"), test.seed.nunique())
     assert set(test[test.role == "noise"].intervention) == {"gaussian", "spectral"}
