@@ -18,10 +18,13 @@ cases: .venv/ready
 scorecard: .venv/ready
 	$(BIN)/python -m lib scorecard --scale $(SCALE) --jobs $(JOBS)
 
+inversion: .venv/ready
+	$(BIN)/python -m lib inversion --scale $(SCALE)
+
 bench: .venv/ready
 	$(BIN)/python tests/benchmarks/bench.py --scale $(SCALE)
 
-reference: run sweep cases scorecard
+reference: run sweep cases scorecard inversion
 	$(BIN)/python -m lib reference --scale $(SCALE)
 	$(BIN)/python -m lib notebooks
 
@@ -42,4 +45,4 @@ clean:
 	$(BIN)/python -m lib fetch
 	touch $@
 
-.PHONY: run test sweep cases scorecard bench reference notebooks lint clean
+.PHONY: run test sweep cases scorecard inversion bench reference notebooks lint clean

@@ -37,6 +37,7 @@ CASES = {
     "c5": "03_case_c5_undertrained",
 }
 SCORECARD = "04_probe_scorecard"
+INVERSION = "05_inversion"
 EXAMPLES = ("safety-full-high-30-s0",)  # runs of the sweep that the stored page of notebook `cell` needs
 SCALE = click.option("--scale", default="laptop", show_default=True, help="a scale of params/scales.yaml")
 JOBS = click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="processes at a time")
@@ -336,6 +337,24 @@ def collect_scorecard(scale: str) -> None:
     from lib import grading, plan
 
     click.echo(f"complete: {paths.show(grading.collect(plan.load(scale)).folder)}")
+
+
+@main.command()
+@SCALE
+@click.option("--run", "only", help="this run of params/inversion.yaml alone; the tables are then left as they are")
+def inversion(scale: str, only: str | None) -> None:
+    """Compute what is missing of the inversion study, write its tables, and its notebook into outputs/local."""
+    from lib.inversion import settings, study
+
+    chosen = settings.load(scale)
+    study.run_study(chosen, only)
+    if only is not None:
+        click.echo(f"{only}: done. The tables are written when every run is there.")
+        return
+    folder = paths.local(scale)
+    study.collect(chosen)
+    execute(INVERSION, folder / f"{INVERSION}.ipynb", {"scale": scale}, folder / "inversion", sys.stderr)
+    click.echo(f"complete: {paths.show(folder / 'inversion')}")
 
 
 @main.command()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lib import models, paths
-from lib.inversion import continuous, diagnostics, sipit
+from lib.inversion import continuous, conventions, diagnostics, sipit
 from lib.inversion.continuous import Settings
 from lib.inversion.reader import Convention, InversionError, Reader, empty, view
 
@@ -96,13 +96,13 @@ def slow_invert(reader, states, settings, starts):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("start", ["zeros", "random"])
+@pytest.mark.parametrize("start", ["zeros", "random", "prior"])
 def test_the_batched_method_is_the_slow_one(name, start):
     reader, ids, states = made(name, tokens=3)
     settings = Settings(steps=40, candidates=20, tolerance=1e-6, start=start)
     found = continuous.invert(reader, states, settings)
     for prompt in range(len(ids)):
-        starts = [continuous._starts(reader, settings, [prompt], t)[0] for t in range(ids.shape[1])]
+        starts = [continuous.starts(reader, settings, [prompt], ids[:1, :t])[0] for t in range(ids.shape[1])]
         committed, fallbacks, tried = slow_invert(reader, states[prompt], settings, starts)
         part = found.tokens[found.tokens.prompt == prompt]
         until = (
@@ -123,6 +123,16 @@ def test_a_prompt_is_inverted_alike_alone_and_in_a_batch():
     pd.testing.assert_frame_equal(
         own[:first].drop(columns="prompt"), alone.tokens[:first].drop(columns="prompt"), rtol=1e-5, atol=1e-12
     )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_prior_start_is_the_mean_row_under_the_models_own_probabilities(name):
+    reader, ids, _ = made(name, tokens=3)
+    first = continuous.starts(reader, Settings(start="prior"), [0, 1], ids[:, :0])
+    torch.testing.assert_close(first, reader.embedding.mean(0).expand(2, -1))
+    later = continuous.starts(reader, Settings(start="prior"), [0, 1], ids)
+    probabilities = reader.backbone.model(input_ids=ids).logits[:, -1].softmax(-1)
+    torch.testing.assert_close(later, probabilities @ reader.embedding)
 
 
 def test_rows_retire_when_they_have_converged():
@@ -177,6 +187,34 @@ def test_states_that_cannot_be_a_prompts_are_refused(change, message):
     reader, _, states = made("tiny-gpt2")
     with pytest.raises(InversionError, match=message):
         continuous.invert(reader, change(states))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("known", [True, False], ids=["ids known", "states alone"])
+def test_the_convention_that_fits_is_named(name, known):
+    reader, ids, states = made(name, Convention(layer=2, norm="pre"))
+    given = ids if known else None
+    conventions.check(reader, states, given)
+    best = conventions.fitting(reader.backbone, states, given).iloc[0]
+    assert (best.layer, best.norm) == (2, "pre") and best.residual < 1e-20
+    other = Reader(reader.backbone, Convention(layer=1, norm="pre"))
+    with pytest.raises(InversionError, match="stated as layer 1, pre-norm, but layer 2, pre-norm reproduces them"):
+        conventions.check(other, states, given)
+    last = Reader(reader.backbone, Convention(layer=3))
+    conventions.check(last, last.states(ids), given)
+    foreign = torch.randn(states.shape, generator=torch.Generator().manual_seed(0), dtype=states.dtype)
+    with pytest.raises(InversionError, match="no layer of tiny-.* reproduces them"):
+        conventions.check(reader, foreign, given)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_states_of_the_other_side_of_the_final_norm_are_refused_before_the_search(name):
+    post, ids, states = made(name)
+    pre = Reader(post.backbone, Convention(norm="pre"))
+    with pytest.raises(InversionError, match="state them as post"):
+        continuous.invert(pre, states, Settings(candidates=10))
+    with pytest.raises(InversionError, match="taken before the final norm"):
+        continuous.invert(post, 10 * pre.states(ids), Settings(candidates=10))
 
 
 @pytest.mark.parametrize(

@@ -59,3 +59,22 @@ def gaussian(sigma: float) -> Channel:
         return states + sigma * states.square().mean(-1, keepdim=True).sqrt() * noise
 
     return Channel(f"gaussian {sigma:g}", False, release)
+
+
+def named(name: str) -> Channel:
+    """A channel by its name in ``params/inversion.yaml``: ``clean``, ``bf16``, ``4-bit``, ``gaussian 0.1``.
+
+    Raises:
+        InversionError: no channel has that name.
+    """
+    if name in ("clean", "bf16"):
+        return clean() if name == "clean" else bfloat16()
+    try:
+        if name.endswith("-bit"):
+            return quantised(int(name.removesuffix("-bit")))
+        if name.startswith("gaussian "):
+            return gaussian(float(name.removeprefix("gaussian ")))
+    except ValueError as error:
+        if isinstance(error, InversionError):
+            raise
+    raise InversionError(f"channel: got {name!r}, expected clean, bf16, <k>-bit or gaussian <sigma>")

@@ -7,7 +7,7 @@ committed row, and its sum over positions the signal that an inversion has faile
 together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,21 +15,29 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from lib.inversion.reader import InversionError, Reader, empty, view
+from lib.inversion.conventions import check_norm
+from lib.inversion.reader import InversionError, Reader, view
 
 METRICS = ("l1", "l2", "cosine", "dot")
-STARTS = ("zeros", "random", "prior")
+STARTS = ("zeros", "random", "mean", "prior")
 MODES = ("verified", "blind", "reference")
+FIRST = ("search", "table")
+NO_TRACE = pd.DataFrame(columns=["prompt", "position", "step", "loss", "rank"])
 ROWS = 8  # proxies whose distances to the whole vocabulary are held at once
 GROWTH = (1, 8, 64, 256)  # candidates verified at a time, the last size repeated
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the search runs; defaults are the published baseline (its scripts), the start and the seed our choice.
+    """How the search runs; defaults are the published baseline (its scripts), the seed our choice.
 
     ``steps`` is K, ``candidates`` C. ``mode``: ``verified`` as published; ``blind`` commits the nearest row without a
     look; ``reference`` commits the true token whatever was found, to study every position behind a true prefix.
+    ``start``: ``zeros`` (the scripts), ``random``, a vocabulary row (the paper's summary), or ours: ``mean``, that of
+    all rows, and ``prior``, their mean under the model's own next-token probabilities. ``first``: ``search`` as
+    published, or ``table`` (ours): the first token is looked up among the states of all one-token prompts. A Llama-type
+    model needs it: its first position carries an enormous state that hardly depends on the token, and behind RMSNorm
+    layers the gradient at a zero proxy is beyond fp32.
     """
 
     steps: int = 1000
@@ -40,6 +48,7 @@ class Settings:
     tolerance: float = 1e-4
     metric: str = "l1"
     start: str = "zeros"
+    first: str = "search"
     mode: str = "verified"
     seed: int = 0
     log_every: int = 20
@@ -54,7 +63,7 @@ class Settings:
             raise InversionError(f"steps: got K = {self.steps}, expected at least 1")
         if not 1 <= self.candidates <= vocabulary:
             raise InversionError(f"candidates: got C = {self.candidates}, expected 1 to {vocabulary}, the vocabulary")
-        for name, known in (("metric", METRICS), ("start", STARTS), ("mode", MODES)):
+        for name, known in (("metric", METRICS), ("start", STARTS), ("mode", MODES), ("first", FIRST)):
             if getattr(self, name) not in known:
                 raise InversionError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(known)}")
         if not self.tolerance > 0 or not self.learning_rate > 0:
@@ -65,10 +74,11 @@ class Settings:
 class Inverted:
     """What was found for n prompts of T tokens.
 
-    ``ids`` [n, T]; ``tokens``, a row a prompt and position: ``prompt, position, found_id, fallback, steps,
-    candidates`` (verified, the accepted one included), ``loss_final`` (the proxy's last loss), ``discrete_loss,
-    cumulative_loss`` and, with a reference, ``true_id, rank_final`` (of the true token among the vocabulary, 0 is
-    nearest); ``trace``: ``prompt, position, step, loss, rank``.
+    ``ids`` [n, T]; ``tokens``, a row a prompt and position: ``prompt, position, found_id`` (committed),
+    ``accepted_id`` (within the tolerance, else -1), ``fallback, steps, candidates`` (verified, the accepted one
+    included), ``loss_final`` (the proxy's last loss), ``discrete_loss, cumulative_loss`` and, with a reference,
+    ``true_id, rank_final`` (of the true token among the vocabulary, 0 is nearest) and ``rank_<metric>`` for every
+    metric; ``trace``: ``prompt, position, step, loss, rank``.
     """
 
     ids: Tensor
@@ -84,7 +94,8 @@ def check_states(reader: Reader, states: Tensor) -> None:
     """Refuse given states that cannot be those of a prompt.
 
     Raises:
-        InversionError: the wrong shape or width, NaN, a row of zeros, or more rows than the model can read.
+        InversionError: the wrong shape or width, NaN, a row of zeros, more rows than the model can read, or the wrong
+            side of the final norm.
     """
     if states.ndim != 3 or states.shape[-1] != reader.width:
         raise InversionError(
@@ -101,6 +112,7 @@ def check_states(reader: Reader, states: Tensor) -> None:
         raise InversionError(
             f"hidden states: got {states.shape[1]} positions, {reader.backbone.name} reads at most {reader.context}"
         )
+    check_norm(reader, states)
 
 
 def invert(
@@ -127,27 +139,69 @@ def invert(
         raise InversionError("mode: got 'reference' without the true ids to commit")
     n, count, _ = states.shape
     keys = list(range(n)) if keys is None else list(keys)
-    cache, ids, rows, traces = empty(), [], [], []
+    prefix, tables, traces = torch.empty((n, 0), dtype=torch.long, device=reader.device), [], []
     for position in range(count):
         true = None if reference is None else reference[:, position].to(reader.device)
-        starts = _starts(reader, settings, keys, position)
-        found = drive(reader, cache, states[:, position], starts, settings, true)
-        committed, table = _commit(reader, cache, states[:, position], found, settings, true)
-        ids.append(committed)
-        rows.append(table.assign(position=position))
-        traces.append(found.trace.assign(position=position))
-        cache = reader.extend(cache, committed)
-    tokens = pd.concat(rows, ignore_index=True).sort_values(["prompt", "position"], ignore_index=True)
+        committed, table, trace = search(reader, prefix, states[:, position], settings, keys, true)
+        prefix = torch.cat([prefix, committed[:, None]], 1)
+        tables.append(table)
+        traces.append(trace)
+    tokens = pd.concat(tables, ignore_index=True).sort_values(["prompt", "position"], ignore_index=True)
     tokens["cumulative_loss"] = tokens.groupby("prompt").discrete_loss.cumsum()
-    return Inverted(torch.stack(ids, 1), tokens, pd.concat(traces, ignore_index=True))
+    logged = [trace for trace in traces if len(trace)]
+    return Inverted(prefix, tokens, pd.concat(logged, ignore_index=True) if logged else NO_TRACE)
 
 
-def _starts(reader: Reader, settings: Settings, keys: Sequence[int], position: int) -> Tensor:
-    """Where proxies start [n, d]: zeros, a random vocabulary row, or the mean of all rows."""
+def search(
+    reader: Reader, prefix: Tensor, targets: Tensor, settings: Settings, keys: Sequence[int], true: Tensor | None = None
+) -> tuple[Tensor, pd.DataFrame, pd.DataFrame]:
+    """One position of n prompts: what is committed behind the ids ``prefix`` [n, t] for the states ``targets`` [n, d].
+
+    Returns:
+        The ids [n], and the rows of :class:`Inverted`'s tokens (but the cumulative loss) and trace.
+    """
+    position = prefix.shape[1]
+    if position == 0 and settings.first == "table":
+        return _look_up(reader, targets, settings, true)
+    cache = reader.read(prefix)
+    found = drive(reader, cache, targets, starts(reader, settings, keys, prefix), settings, true)
+    committed, table = _commit(reader, cache, targets, found, settings, true)
+    table.insert(1, "position", position)
+    return committed, table, found.trace.assign(position=position)
+
+
+def _look_up(
+    reader: Reader, targets: Tensor, settings: Settings, true: Tensor | None
+) -> tuple[Tensor, pd.DataFrame, pd.DataFrame]:
+    """The first token from the table of all one-token prompts: the nearest state, whatever its distance."""
+    rows, ids = [], []
+    for i, target in enumerate(targets):
+        losses = (reader.first_states - target).square().mean(-1)
+        chosen = losses.argmin()
+        accepted = settings.mode != "blind" and bool(losses[chosen] < settings.tolerance)
+        row = {"prompt": i, "position": 0, "accepted_id": int(chosen) if accepted else -1}
+        row |= {"fallback": not accepted and settings.mode != "blind"}
+        if settings.mode == "reference":
+            chosen = true[i]
+        row |= {"found_id": int(chosen), "steps": 0, "candidates": 0, "loss_final": torch.nan}
+        row |= {"discrete_loss": float(losses[chosen])}
+        if true is not None:
+            row |= {"true_id": int(true[i]), "rank_final": int((losses < losses[true[i]]).sum())}
+            row |= {f"rank_{metric}": row["rank_final"] for metric in METRICS}
+        ids.append(chosen)
+        rows.append(row)
+    return torch.stack(ids), pd.DataFrame(rows), NO_TRACE
+
+
+def starts(reader: Reader, settings: Settings, keys: Sequence[int], prefix: Tensor) -> Tensor:
+    """Where proxies start [n, d]; see :class:`Settings`."""
     if settings.start == "zeros":
         return torch.zeros(len(keys), reader.width, device=reader.device, dtype=reader.embedding.dtype)
-    if settings.start == "prior":
+    if settings.start == "mean":
         return reader.embedding.mean(0).expand(len(keys), -1).clone()
+    if settings.start == "prior":
+        return reader.next_probabilities(prefix) @ reader.embedding
+    position = prefix.shape[1]
     picks = [np.random.default_rng([settings.seed, key, position]).integers(len(reader.embedding)) for key in keys]
     return reader.embedding[picks].clone()
 
@@ -163,11 +217,18 @@ class Driven:
 
 
 def drive(
-    reader: Reader, cache, targets: Tensor, starts: Tensor, settings: Settings, true: Tensor | None = None
+    reader: Reader,
+    cache,
+    targets: Tensor,
+    starts: Tensor,
+    settings: Settings,
+    true: Tensor | None = None,
+    watch: Callable[[int, Tensor, Tensor], None] | None = None,
 ) -> Driven:
     """Adam on one proxy a prompt; a row that comes within the tolerance retires, and the rest go on without it.
 
-    The gradient of every row is clipped by itself, so rows never touch each other.
+    The gradient of every row is clipped by itself, so rows never touch each other. ``watch(step, alive, proxies)`` is
+    called before every step with the rows that are left and their proxies.
     """
     n = len(targets)
     final, losses = starts.clone(), torch.full((n,), torch.nan, device=reader.device, dtype=starts.dtype)
@@ -180,12 +241,19 @@ def drive(
         loss = (reader.proxies(proxies, behind) - targets[alive]).square().mean(-1)
         final[alive], losses[alive], taken[alive] = proxies.detach(), loss.detach(), step
         last = step == settings.steps
+        if watch is not None:
+            watch(step, alive, proxies.detach())
         if true is not None and (step % settings.log_every == 0 or last):
             trace += _noted(reader, proxies.detach(), true[alive], alive, step, loss, settings)
         going = loss.detach() >= settings.tolerance
         if last or not going.any():
             break
         (gradient,) = torch.autograd.grad(loss.sum(), proxies)
+        if not torch.isfinite(gradient.norm(dim=-1)).all():
+            raise InversionError(
+                f"{reader.backbone.name}: the gradient at step {step} is beyond {gradient.dtype}, as it is at a zero "
+                "proxy behind RMSNorm layers: start elsewhere (prior, random) or look the first token up (first: table)"
+            )
         if not going.all():
             proxies, optimizer, gradient = _retired(proxies, optimizer, gradient, going, settings)
             alive, behind = alive[going], view(cache, alive[going])
@@ -245,22 +313,35 @@ def _commit(
     ids, rows = [], []
     for i in range(len(targets)):
         far = distances(reader, found.proxies[i : i + 1], settings.metric)[0]
+        ranked = {} if true is None else _all_ranks(reader, found.proxies[i], far, int(true[i]), settings.metric)
         order = far.topk(settings.candidates, largest=False).indices
         behind = view(cache, [i])
         if settings.mode == "blind":
             chosen, verified, accepted = order[0], 0, True
+        elif settings.mode == "reference" and ranked["rank_final"] >= settings.candidates:
+            chosen, verified, accepted = order[0], settings.candidates, False  # none would fit: counted, not tried
         else:
             chosen, verified, accepted = verify(reader, behind, targets[i], order, settings.tolerance)
+        row = {"prompt": i, "accepted_id": int(chosen) if accepted and verified else -1, "fallback": not accepted}
         if settings.mode == "reference":
             chosen = true[i]
         loss = float((reader.candidates(chosen[None], behind)[0] - targets[i]).square().mean())
-        row = {"prompt": i, "found_id": int(chosen), "fallback": not accepted, "steps": int(found.steps[i])}
-        row |= {"candidates": verified, "loss_final": float(found.losses[i]), "discrete_loss": loss}
+        row |= {"found_id": int(chosen), "steps": int(found.steps[i]), "candidates": verified}
+        row |= {"loss_final": float(found.losses[i]), "discrete_loss": loss}
         if true is not None:
-            row |= {"true_id": int(true[i]), "rank_final": int((far < far[true[i]]).sum())}
+            row |= {"true_id": int(true[i])} | ranked
         ids.append(chosen)
         rows.append(row)
     return torch.stack(ids), pd.DataFrame(rows)
+
+
+def _all_ranks(reader: Reader, proxy: Tensor, far: Tensor, true: int, metric: str) -> dict[str, int]:
+    """Rank of the true token by the search's own distances ``far`` [V], and by every metric."""
+    found = {"rank_final": int((far < far[true]).sum())}
+    for name in METRICS:
+        other = far if name == metric else distances(reader, proxy[None], name)[0]
+        found[f"rank_{name}"] = int((other < other[true]).sum())
+    return found
 
 
 def verify(reader: Reader, cache, target: Tensor, order: Tensor, tolerance: float) -> tuple[Tensor, int, bool]:

@@ -65,6 +65,13 @@ def near_miss(ranks: Sequence[int], candidates: int, vocabulary: int, near: floa
     return ["recovered" if r < candidates else "near miss" if r < line else "wrong basin" for r in ranks]
 
 
+def function_words() -> frozenset[str]:
+    """English function words: the Snowball stop list, as Sphinx ships it for its search."""
+    from sphinx.search.en import SearchEnglish
+
+    return frozenset(SearchEnglish.stopwords)
+
+
 def category(token: str, function_words: frozenset[str]) -> str:
     """Kind of a token, spelled with its leading space.
 

@@ -1,6 +1,7 @@
 """A decoder cut where hidden states were taken, read with cached prefixes, many candidates side by side."""
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,6 +72,30 @@ class Reader:
         return self.model(input_ids=ids, use_cache=False).last_hidden_state
 
     @torch.no_grad()
+    def read(self, ids: Tensor) -> DynamicCache:
+        """The cache of whole prefixes of equal length, ids [B, t]; of t = 0, the empty one."""
+        cache = empty()
+        if ids.shape[1]:
+            self.model(input_ids=ids, cache=cache, use_cache=True)
+        return cache
+
+    @torch.no_grad()
+    def next_probabilities(self, ids: Tensor) -> Tensor:
+        """The whole model's own probabilities [B, V] of the next id behind ids [B, t]; uniform where t = 0."""
+        rows = len(self.embedding)
+        if not ids.shape[1]:
+            return self.embedding.new_full((len(ids), rows), 1 / rows)
+        logits = self.backbone.model(input_ids=ids, use_cache=False).logits[:, -1, :rows]
+        known = logits.softmax(-1)
+        return torch.nn.functional.pad(known, (0, rows - known.shape[1]))  # rows that the output layer does not have
+
+    @functools.cached_property
+    def first_states(self) -> Tensor:
+        """States [V, d] of every one-token prompt: a minute or more for 50,000 ids on two cores, once a reader."""
+        every = torch.arange(len(self.embedding), device=self.device)[:, None]
+        return torch.cat([self.states(chunk)[:, 0] for chunk in every.split(CHUNK)])
+
+    @torch.no_grad()
     def extend(self, cache: DynamicCache, ids: Tensor) -> DynamicCache:
         """The cache with one more token a prompt, ids [B]; the given one stays as it was."""
         longer = view(cache)
@@ -109,6 +134,26 @@ class Reader:
         return output.last_hidden_state[:, -1]
 
 
+def decoder_parts(backbone: Backbone) -> tuple[nn.ModuleList, nn.Module]:
+    """Layers and final norm of a model.
+
+    Raises:
+        InversionError: the architecture is unknown.
+    """
+    base = backbone.model.base_model
+    layers, norm = _names(base)
+    return getattr(base, layers), getattr(base, norm)
+
+
+def _names(base: nn.Module) -> tuple[str, str]:
+    found = next(((layers, norm) for layers, norm in _PARTS.items() if hasattr(base, layers)), None)
+    if found is None:
+        raise InversionError(
+            f"{type(base).__name__} has neither `layers` nor `h`: expected a GPT-2 or Llama type decoder"
+        )
+    return found
+
+
 def _cut(backbone: Backbone, convention: Convention) -> nn.Module:
     """The decoder without head, its layers up to the convention's, its final norm only where states are post-norm.
 
@@ -116,12 +161,7 @@ def _cut(backbone: Backbone, convention: Convention) -> nn.Module:
         InversionError: the layer or norm is none of the model's, or the architecture is unknown.
     """
     base = backbone.model.base_model
-    names = next(((layers, norm) for layers, norm in _PARTS.items() if hasattr(base, layers)), None)
-    if names is None:
-        raise InversionError(
-            f"{type(base).__name__} has neither `layers` nor `h`: expected a GPT-2 or Llama type decoder"
-        )
-    layers, norm = names
+    layers, norm = _names(base)
     depth = len(getattr(base, layers))
     wanted = depth if convention.layer is None else convention.layer
     if not 1 <= wanted <= depth:

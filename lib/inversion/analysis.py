@@ -1,0 +1,279 @@
+"""What the tables of an inversion study say: exact match by window and length, the alarm as a signal, who fails."""
+
+import warnings
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from lib.inversion import diagnostics
+from lib.scorecard import area, roc
+
+SIGNALS = {
+    "discrete loss": "discrete_loss",
+    "plateau loss": "loss_final",
+}
+CONFIDENCE = 0.95
+
+
+def wilson(k: int, n: int) -> tuple[float, float]:
+    """Wilson interval of k of n, at 95 %."""
+    if n == 0:
+        return 0.0, 1.0
+    found = stats.binomtest(int(k), int(n)).proportion_ci(CONFIDENCE, method="wilson")
+    return float(found.low), float(found.high)
+
+
+def recovered(tokens: pd.DataFrame, candidates: int) -> pd.Series:
+    """Whether each position of reference-commit runs would be recovered with C ``candidates``.
+
+    So it is when the true token's rank is below C and no nearer candidate is within the tolerance.
+    """
+    return (tokens.rank_final < candidates) & (tokens.accepted_id == tokens.true_id)
+
+
+def grid(tokens: pd.DataFrame, windows: list[int]) -> pd.DataFrame:
+    """Positions recovered by every reference run and window C, and by the controls with as many candidates.
+
+    Returns:
+        ``layer, name`` (K steps, or the control), ``candidates, recovered, of, share, low, high`` (Wilson).
+    """
+    rows = []
+    for (configuration, layer), part in tokens.groupby(["configuration", "layer"], sort=False):
+        mode = part["mode"].iloc[0]
+        if mode == "reference":
+            hits = {c: recovered(part, c) for c in windows}
+            name = f"K = {int(part.steps.max())}"
+        elif mode == "lm-order":
+            right = part.found_id == part.true_id
+            hits, name = {c: right & (part.candidates <= c) for c in windows}, "language model's order"
+        elif mode == "random-proxy":
+            right, most = part.found_id == part.true_id, part.candidates.max()
+            hits = {c: right & (part.candidates <= c) for c in windows if c <= most}
+            name = "random proxy"
+        else:
+            continue
+        for c, hit in hits.items():
+            low, high = wilson(hit.sum(), len(hit))
+            row = {"configuration": configuration, "layer": layer, "name": name, "candidates": c}
+            rows.append(
+                row | {"recovered": int(hit.sum()), "of": len(hit), "share": hit.mean(), "low": low, "high": high}
+            )
+    columns = ["configuration", "layer", "name", "candidates", "recovered", "of", "share", "low", "high"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def exact_by_length(tokens: pd.DataFrame, candidates: int | None = None) -> pd.DataFrame:
+    """Share of prompts of which the first L tokens are all right, for every L.
+
+    Of a run that committed the true prefix it is what published mode would find with C ``candidates``: up to its first
+    failure it would stand behind the same prefix.
+
+    Returns:
+        ``length, exact, of, share, low, high`` (Wilson).
+    """
+    right = recovered(tokens, candidates) if candidates is not None else tokens.found_id == tokens.true_id
+    wide = tokens.assign(right=right).pivot_table("right", "prompt", "position", aggfunc="min").astype(bool)
+    rows = []
+    for length, k in enumerate(wide.cummin(axis=1).sum(), 1):
+        low, high = wilson(k, len(wide))
+        rows.append(
+            {"length": length, "exact": int(k), "of": len(wide), "share": k / len(wide), "low": low, "high": high}
+        )
+    return pd.DataFrame(rows)
+
+
+def paired(prompts: pd.DataFrame, one: str, other: str) -> dict[str, float]:
+    """Exact match of two configurations on the prompts that both inverted: those of one alone, and McNemar's p."""
+    wide = prompts[prompts.channel == "clean"].pivot_table("exact_match", "prompt", "configuration", aggfunc="min")
+    both = wide[[one, other]].dropna().astype(bool)
+    first, second = int((both[one] & ~both[other]).sum()), int((~both[one] & both[other]).sum())
+    p = 1.0 if first + second == 0 else float(stats.binomtest(first, first + second).pvalue)
+    return {"prompts": len(both), f"only {one}": first, f"only {other}": second, "p": p}
+
+
+def ends(prompts: pd.DataFrame) -> pd.DataFrame:
+    """Separation of exact from failed prompts in orders of magnitude of the cumulative discrete loss, a row a run.
+
+    Returns:
+        ``layer, configuration, channel, exact, failed, largest_exact, smallest_failed, separation`` (None where only
+        one kind exists).
+    """
+    rows = []
+    judged = prompts[prompts.exact_match.notna() & (prompts.method == "continuous")]
+    for key, part in judged.groupby(["layer", "configuration", "channel"], sort=False):
+        exact = part.exact_match.astype(bool)
+        row = dict(zip(("layer", "configuration", "channel"), key, strict=True))
+        row |= {"exact": int(exact.sum()), "failed": int((~exact).sum())}
+        row |= {
+            "largest_exact": part.cumulative_loss[exact].max(),
+            "smallest_failed": part.cumulative_loss[~exact].min(),
+        }
+        rows.append(row | {"separation": diagnostics.separation(part.cumulative_loss, exact)})
+    return pd.DataFrame(rows)
+
+
+def separation_by_length(tokens: pd.DataFrame) -> pd.DataFrame:
+    """As :func:`ends`, for the first L tokens of every prompt: ``length, exact, failed, separation``."""
+    rows = []
+    ordered = tokens.sort_values("position")
+    right = (ordered.found_id == ordered.true_id).groupby(ordered.prompt).cummin()
+    for position, part in ordered.assign(right=right).groupby("position"):
+        found = diagnostics.separation(part.cumulative_loss, part.right)
+        row = {"length": position + 1, "exact": int(part.right.sum()), "failed": int((~part.right).sum())}
+        rows.append(row | {"separation": found})
+    return pd.DataFrame(rows)
+
+
+def signal_curves(tokens: pd.DataFrame, per: str) -> dict[str, pd.DataFrame]:
+    """Operating points of every signal for a wrong token, or for a prompt with one, by signal.
+
+    Args:
+        tokens: a blind run in one channel.
+        per: ``token``: those behind a true prefix alone, the first wrong one included. ``prompt``: the signals are
+            summed over the prompt.
+    """
+    return {name: roc(score, wrong) for name, (score, wrong) in _signals(tokens, per).items()}
+
+
+def signal_areas(tokens: pd.DataFrame) -> pd.DataFrame:
+    """Area under every curve of :func:`signal_curves`, a row a channel, unit and signal; NaN where one is missing."""
+    rows = []
+    for channel, part in tokens.groupby("channel", sort=False):
+        for per in ("token", "prompt"):
+            for name, (score, wrong) in _signals(part, per).items():
+                value = area(score, wrong) if 0 < wrong.sum() < len(wrong) else np.nan
+                rows.append({"channel": channel, "per": per, "signal": name, "area": value})
+                rows[-1] |= {"wrong": int(wrong.sum()), "right": int((~wrong).sum())}
+    return pd.DataFrame(rows)
+
+
+def _signals(tokens: pd.DataFrame, per: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    ordered = tokens.sort_values(["prompt", "position"])
+    wrong = ordered.found_id != ordered.true_id
+    if per == "token":
+        part = ordered[at_risk(ordered)]
+        return {name: (part[column].to_numpy(), wrong[part.index].to_numpy()) for name, column in SIGNALS.items()}
+    grouped = ordered.assign(wrong=wrong).groupby("prompt")
+    truth = grouped.wrong.any().to_numpy()
+    return {f"sum of {name}": (grouped[column].sum().to_numpy(), truth) for name, column in SIGNALS.items()}
+
+
+def at_risk(tokens: pd.DataFrame) -> pd.Series:
+    """Whether each position's committed prefix is the true one."""
+    wrong = (tokens.found_id != tokens.true_id).astype(int)
+    return wrong.groupby([tokens.configuration, tokens.channel, tokens.prompt]).cumsum() - wrong == 0
+
+
+def error_rates(tokens: pd.DataFrame, candidates: int) -> pd.DataFrame:
+    """Error rate of every kind of token behind a true prefix, position 0 apart.
+
+    Intervals by the bootstrap over prompts, since tokens of a prompt share its text.
+
+    Returns:
+        ``category, errors, of, rate, low, high``; the category of position 0 is ``first token``.
+    """
+    failed = tokens.assign(error=~recovered(tokens, candidates))
+    failed["category"] = failed.category.where(failed.position > 0, "first token")
+    counts = failed.groupby(["prompt", "category"]).error.agg(["sum", "size"]).unstack(fill_value=0)
+    errors, sizes = counts["sum"], counts["size"]
+    rng, rates = np.random.default_rng(0), []
+    for _ in range(2000):
+        rows = rng.integers(len(counts), size=len(counts))
+        with np.errstate(invalid="ignore"):
+            rates.append(errors.to_numpy()[rows].sum(0) / sizes.to_numpy()[rows].sum(0))
+    low, high = np.nanpercentile(rates, [2.5, 97.5], axis=0)
+    table = pd.DataFrame({"errors": errors.sum(), "of": sizes.sum(), "low": low, "high": high})
+    table["rate"] = table.errors / table.of
+    table = table.rename_axis("category").reset_index()
+    return table[["category", "errors", "of", "rate", "low", "high"]].sort_values(
+        "rate", ascending=False, ignore_index=True
+    )
+
+
+def first_errors(tokens: pd.DataFrame, candidates: int) -> pd.DataFrame:
+    """Which kind of token a prompt's first error is, as the paper counts: ``category, first_errors, share``.
+
+    It mixes how often a kind errs with how often it is met and how early; see :func:`error_rates` for the rate.
+    """
+    failed = tokens[~recovered(tokens, candidates)].sort_values("position").groupby("prompt").head(1)
+    failed = failed.assign(category=failed.category.where(failed.position > 0, "first token"))
+    counts = failed.category.value_counts().rename_axis("category").reset_index(name="first_errors")
+    return counts.assign(share=counts.first_errors / counts.first_errors.sum())
+
+
+def error_model(tokens: pd.DataFrame, candidates: int) -> pd.DataFrame:
+    """A logistic model of errors behind a true prefix, position 0 left out: kind, rank, density and position together.
+
+    Generalised estimating equations with exchangeable correlation within a prompt (statsmodels). Numbers are
+    standardised, so that an odds ratio is that of one standard deviation; a kind's is against content words.
+
+    Returns:
+        ``term, odds_ratio, low, high, p`` (Wald, 95 %).
+    """
+    import statsmodels.api as sm
+
+    part = tokens[tokens.position > 0].sort_values(["prompt", "position"])
+    kinds = pd.get_dummies(part.category, dtype=float)
+    common = [kind for kind in kinds if kinds[kind].sum() >= 10 and kind != "content word"]
+    part = part[part.category.isin([*common, "content word"])]
+    numbers = {
+        "log merge rank": np.log(part.merge_rank + 1.0),
+        "distance to neighbours": part.neighbour_distance,
+        "position": part.position.astype(float),
+    }
+    design = pd.DataFrame({name: (values - values.mean()) / values.std() for name, values in numbers.items()})
+    design = sm.add_constant(pd.concat([kinds.loc[part.index, common], design], axis=1))
+    error = (~recovered(part, candidates)).astype(float)
+    model = sm.GEE(
+        error, design, groups=part.prompt, family=sm.families.Binomial(), cov_struct=sm.cov_struct.Exchangeable()
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # separation of a rare kind shows as a wide interval
+        found = model.fit()
+    bounds = np.exp(found.conf_int())
+    table = pd.DataFrame({"odds_ratio": np.exp(found.params), "low": bounds[0], "high": bounds[1], "p": found.pvalues})
+    return table.rename_axis("term").reset_index().query("term != 'const'").reset_index(drop=True)
+
+
+def misses(tokens: pd.DataFrame, candidates: int, vocabulary: int) -> pd.DataFrame:
+    """Why positions fail: ``fate`` (near miss, wrong basin), ``count, share``, and medians of rank and plateau loss."""
+    failed = tokens[~recovered(tokens, candidates)]
+    fates = pd.Series(
+        diagnostics.near_miss(failed.rank_final, candidates, vocabulary), index=failed.index, dtype=object
+    )
+    table = (
+        failed.assign(fate=fates)
+        .groupby("fate")
+        .agg(count=("rank_final", "size"), rank=("rank_final", "median"), plateau_loss=("loss_final", "median"))
+    )
+    return table.assign(share=table["count"] / max(len(failed), 1)).reset_index()
+
+
+def metric_ranks(tokens: pd.DataFrame, candidates: int) -> pd.DataFrame:
+    """Positions whose true token is within C of the same proxy by every metric: ``metric, recovered, of, share``."""
+    rows = []
+    for metric in ("l1", "l2", "cosine", "dot"):
+        inside = tokens[f"rank_{metric}"] < candidates
+        low, high = wilson(inside.sum(), len(inside))
+        rows.append({"metric": metric, "recovered": int(inside.sum()), "of": len(inside), "share": inside.mean()})
+        rows[-1] |= {"low": low, "high": high, "median_rank": tokens[f"rank_{metric}"].median()}
+    return pd.DataFrame(rows)
+
+
+def configurations(prompts: pd.DataFrame) -> pd.DataFrame:
+    """Exact match, similarity, time and candidates a token of every run that found something, a row a run.
+
+    Only clean states. ``seconds`` and ``candidates`` are means over tokens of all prompts, failed ones included.
+    """
+    rows = []
+    judged = prompts[prompts.exact_match.notna() & (prompts.channel == "clean")]
+    for (layer, configuration), part in judged.groupby(["layer", "configuration"], sort=False):
+        k, n = int(part.exact_match.sum()), len(part)
+        low, high = wilson(k, n)
+        row = {"layer": layer, "configuration": configuration, "method": part.method.iloc[0], "exact": k, "of": n}
+        row |= {"share": k / n, "low": low, "high": high, "similarity": part.similarity.mean()}
+        tokens = part.n_tokens.sum()
+        row |= {"exact_up_to_class": int(part.exact_up_to_class.sum())}
+        rows.append(row | {"seconds": part.seconds.sum() / tokens, "candidates": part.candidates.sum() / tokens})
+    return pd.DataFrame(rows)

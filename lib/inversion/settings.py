@@ -1,0 +1,266 @@
+"""The inversion study's settings (``params/inversion.yaml``), and the prompts that it inverts."""
+
+import dataclasses
+import hashlib
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lib import config, paths
+from lib.config import ConfigError, at_least, build
+from lib.files import read_json_lines
+from lib.inversion.continuous import FIRST, METRICS, MODES, STARTS, Settings
+from lib.inversion.reader import Convention
+
+CONTROLS = ("random-proxy", "lm-order", "full-scan")
+_RUN = {
+    "steps": None,
+    "candidates": None,
+    "tokens": None,
+    "layer": None,
+    "norm": "post",
+    "channels": ["clean"],
+    "start": "zeros",
+    "first": "search",
+    "metric": "l1",
+}
+LEAST_TOKENS = 20  # of a text of a data set, as published
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: a mode with its settings on the first ``prompts`` prompts, cut to ``tokens`` tokens.
+
+    ``steps`` is K (gradient modes), ``candidates`` C (where a mode has one); ``channels`` what the states go through.
+    """
+
+    name: str
+    mode: str
+    prompts: int = at_least(1)
+    tokens: int = at_least(1)
+    steps: int | None = at_least(1)
+    candidates: int | None = at_least(1)
+    layer: int | None = at_least(1)
+    norm: str = dataclasses.field()
+    channels: tuple[str, ...] = dataclasses.field()
+    start: str = dataclasses.field()
+    first: str = dataclasses.field()
+    metric: str = dataclasses.field()
+
+    @property
+    def is_control(self) -> bool:
+        """Whether no gradient is used."""
+        return self.mode in CONTROLS
+
+    @property
+    def convention(self) -> Convention:
+        """Where its states are taken."""
+        return Convention(self.layer, self.norm)
+
+    @property
+    def method(self) -> str:
+        """The method's name in the tables."""
+        return self.mode if self.is_control else "continuous"
+
+    @property
+    def units(self) -> int:
+        """Parts that are computed and kept one by one: positions, or prompts of a control."""
+        return self.prompts if self.is_control else self.tokens
+
+    def search(self, log_every: int) -> Settings:
+        """The settings of its search; the blind one looks at the nearest token alone."""
+        return Settings(
+            steps=self.steps,
+            candidates=1 if self.mode == "blind" else self.candidates,
+            mode=self.mode,
+            start=self.start,
+            first=self.first,
+            metric=self.metric,
+            log_every=log_every,
+        )
+
+
+@dataclass(frozen=True)
+class PathSettings:
+    """Tokens of the first prompt whose search is kept step by step."""
+
+    steps: int = at_least(1)
+    positions: tuple[int, ...] = at_least(0)
+
+
+@dataclass(frozen=True)
+class Study:
+    """``params/inversion.yaml`` for one scale."""
+
+    scale: str
+    model: str
+    revision: str | None
+    source: str
+    tokens: int
+    log_every: int
+    grid: tuple[int, ...]
+    runs: tuple[Run, ...]
+    path: PathSettings
+    short: Run
+
+
+@dataclass(frozen=True)
+class _Own:
+    model: str
+    revision: str | None
+    source: str
+    tokens: int = at_least(1)
+    log_every: int = at_least(1)
+    runs: dict = dataclasses.field()
+    path: PathSettings = dataclasses.field()
+    short: dict = dataclasses.field()
+
+
+def load(scale: str, overrides: dict[str, Any] | None = None, path: Path | None = None) -> Study:
+    """Read and check ``params/inversion.yaml`` for a scale; ``overrides`` replaces a scale's ``model`` or ``source``.
+
+    Raises:
+        ConfigError: a name nobody reads, a value of the wrong type or out of range, an unknown scale, mode or channel.
+    """
+    path = path or paths.PARAMS / "inversion.yaml"
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if scale not in values["scales"]:
+        raise ConfigError(f"{path.name}: got the scale {scale!r}, expected one of {', '.join(values['scales'])}.")
+    given = {"revision": None, "source": "written"} | values["scales"][scale] | (overrides or {})
+    own = build(_Own, given, path.name)
+    runs = tuple(_run(name, one, own.tokens, path.name) for name, one in own.runs.items())
+    if max(own.path.positions) >= own.tokens:
+        raise ConfigError(
+            f"{path.name}: path.positions has {max(own.path.positions)}, expected less than {own.tokens}, the tokens"
+        )
+    return Study(
+        scale,
+        own.model,
+        own.revision,
+        own.source,
+        own.tokens,
+        own.log_every,
+        tuple(values["grid"]),
+        runs,
+        own.path,
+        _run("short", own.short, own.tokens, path.name),
+    )
+
+
+def _run(name: str, values: Any, tokens: int, where: str) -> Run:
+    from lib.inversion import channels
+
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: run {name!r} is {values!r}, expected a mapping.")
+    where = f"{where}: run {name!r}"
+    run = build(Run, _RUN | {"tokens": tokens} | values | {"name": name}, where)
+    known_values = {"mode": (*MODES, *CONTROLS), "start": STARTS, "first": FIRST, "metric": METRICS}
+    for what, known in (known_values | {"norm": ("pre", "post")}).items():
+        if getattr(run, what) not in known:
+            raise ConfigError(f"{where}: {what} is {getattr(run, what)!r}, expected one of {', '.join(known)}.")
+    needed = {"steps": not run.is_control, "candidates": run.mode in ("reference", "verified", "random-proxy")}
+    for what, wanted in needed.items():
+        if wanted != (getattr(run, what) is not None):
+            raise ConfigError(
+                f"{where}: {what} is {getattr(run, what)!r}; mode {run.mode} needs {'one' if wanted else 'none'}."
+            )
+    for channel in run.channels:
+        channels.named(channel)
+    return run
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to invert: its id, and the kind of text that it is."""
+
+    id: str
+    source: str
+    text: str
+
+
+def prompts(source: str, count: int, enough: Any = None) -> list[Prompt]:
+    """The first ``count`` prompts of a source.
+
+    Args:
+        source: ``written``: those of ``params/prompts.jsonl``, genres in turn. A file ``*.jsonl`` with a ``text`` (and
+            perhaps an ``id``) a line. Else a data set of the hub, its ``en`` training documents in order by streaming.
+        enough: whether a text of a data set is long enough; the others are passed over.
+
+    Raises:
+        ConfigError: there are fewer, or the source cannot be read.
+    """
+    if source == "written":
+        found = _in_turn(_of_file(paths.PARAMS / "prompts.jsonl"))
+    elif source.endswith(".jsonl"):
+        found = _of_file(Path(source))
+    else:
+        found = _of_hub(source, count, enough or (lambda text: True))
+    if len(found) < count:
+        raise ConfigError(f"prompts: {source} has {len(found)}, expected at least {count}.")
+    return found[:count]
+
+
+def _of_file(path: Path) -> list[Prompt]:
+    rows = read_json_lines(path, "prompts", ConfigError)
+    for line, row in rows:
+        if not isinstance(row.get("text"), str) or not row["text"].strip():
+            raise ConfigError(f"{paths.show(path)}, line {line}: expected a `text` that is not empty.")
+    return [Prompt(str(row.get("id", line)), str(row.get("genre", path.stem)), row["text"]) for line, row in rows]
+
+
+def _in_turn(found: list[Prompt]) -> list[Prompt]:
+    genres: dict[str, list[Prompt]] = {}
+    for prompt in found:
+        genres.setdefault(prompt.source, []).append(prompt)
+    turns = itertools.zip_longest(*genres.values())
+    return [prompt for turn in turns for prompt in turn if prompt is not None]
+
+
+def _of_hub(source: str, count: int, enough: Any) -> list[Prompt]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ConfigError(f"prompts: {source} is a data set of the hub: `pip install datasets` reads it.") from error
+    try:
+        rows = load_dataset(source, "en", split="train", streaming=True)
+        texts = itertools.islice((row["text"] for row in rows if enough(row["text"])), count)
+        return [Prompt(f"{source}-{number}", source, text) for number, text in enumerate(texts)]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"prompts: {source} could not be read: {str(error).strip().splitlines()[0]}") from error
+
+
+def checksum(chosen: list[Prompt]) -> str:
+    """What identifies a list of prompts."""
+    return hashlib.sha256("\0".join(prompt.text for prompt in chosen).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class InversionRun:
+    """Parameters of an inversion notebook, checked. ``results`` as in :class:`lib.config.Testbed`."""
+
+    study: Study
+    results: str
+
+
+@dataclass(frozen=True)
+class _Values:
+    """What the ``parameters`` cell of an inversion notebook may set, with its types."""
+
+    scale: str
+    model: str | None
+    prompts: str | None
+
+
+def from_notebook(namespace: dict[str, Any]) -> InversionRun:
+    """Check the parameters of an inversion notebook, as :func:`lib.config.from_notebook` does for the others.
+
+    Raises:
+        ConfigError: a name nobody reads, a value of the wrong type, or an unknown scale.
+    """
+    defaults = {"scale": "laptop", "model": None, "prompts": None}
+    given, source = config.checked(namespace, _Values, defaults)
+    overrides = {"model": given.model, "source": given.prompts}
+    return InversionRun(load(given.scale, {key: value for key, value in overrides.items() if value}), source)

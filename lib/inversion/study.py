@@ -1,0 +1,453 @@
+"""The inversion study: its runs, unit by unit and resumable, and the tables that they make."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from lib import config, models, paths
+from lib.collection import writers
+from lib.files import locked
+from lib.inversion import channels, continuous, diagnostics, sipit
+from lib.inversion.reader import InversionError, Reader
+from lib.inversion.settings import LEAST_TOKENS, InversionRun, Prompt, Run, Study, checksum, prompts
+from lib.results import MissingResult, Result, ResultError, differences, provenance, read_result, reusable, write_result
+from lib.training import accelerator, threads
+
+PROTOCOL = 1  # raised by hand when results would change
+TABLES = ("prompts.parquet", "tokens.parquet", "trace.parquet", "path.parquet")
+DRAW_SEED = 7  # of noise that a channel adds, with the prompt's number
+KEPT_EVERY = 10  # steps of a search whose path is kept
+CROWD = 1500  # vocabulary rows drawn behind a path
+TOKENS = [
+    "prompt",
+    "method",
+    "configuration",
+    "mode",
+    "layer",
+    "norm",
+    "start",
+    "channel",
+    "position",
+    "true_id",
+    "found_id",
+    "accepted_id",
+    "fallback",
+    "rank_final",
+    *(f"rank_{metric}" for metric in continuous.METRICS),
+    "loss_final",
+    "discrete_loss",
+    "cumulative_loss",
+    "steps",
+    "candidates",
+    "seconds",
+    "token",
+    "category",
+    "merge_rank",
+    "neighbour_distance",
+    "neighbour_cosine",
+]
+
+
+def folder_of(scale: str) -> Path:
+    """Where this machine's inversion study lies."""
+    return paths.local(scale) / "inversion"
+
+
+class Inversion:
+    """A study with its model, which is loaded when something has to be computed."""
+
+    def __init__(self, study: Study):
+        self.study, self.folder = study, folder_of(study.scale)
+        self.identity = models.identity(study.model, study.revision)
+        if study.model != _committed_model(study.scale) or study.source != "written":
+            self.folder = self.folder / "own"  # a user's model or prompts never mix with the scale's
+
+    @functools.cached_property
+    def backbone(self) -> models.Backbone:
+        """The attacked model in fp32."""
+        return models.load(self.study.model, self.study.revision, device=accelerator().device)
+
+    @functools.cached_property
+    def prompts(self) -> list[Prompt]:
+        """The most prompts that any run needs; the runs' are nested in them."""
+        most = max(run.prompts for run in (*self.study.runs, self.study.short))
+        return prompts(self.study.source, most, lambda text: len(self._encoded(text)) >= LEAST_TOKENS)
+
+    def _encoded(self, text: str) -> list[int]:
+        return self.backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def ids(self, run: Run) -> Tensor:
+        """Ids [n, T] of a run's prompts.
+
+        Raises:
+            InversionError: a prompt is shorter than the run's tokens.
+        """
+        rows = []
+        for prompt in self.prompts[: run.prompts]:
+            ids = self._encoded(prompt.text)
+            if len(ids) < run.tokens:
+                raise InversionError(f"prompt {prompt.id} has {len(ids)} tokens, expected at least {run.tokens}")
+            rows.append(ids[: run.tokens])
+        return torch.tensor(rows, device=self.backbone.model.device)
+
+    @functools.cache  # noqa: B019 - one study a process
+    def reader(self, convention) -> Reader:
+        """The model cut for a convention; its vocabulary is what the tokenizer spells."""
+        return Reader(self.backbone, convention, len(self.backbone.tokenizer))
+
+    @functools.cache  # noqa: B019
+    def released(self, run: Run) -> Tensor:
+        """What the attacker is given: states [channels x n, T, d], channel by channel."""
+        states, parts = self.reader(run.convention).states(self.ids(run)), []
+        for name in run.channels:
+            noise = [torch.Generator().manual_seed(DRAW_SEED + 1000 * number) for number in range(run.prompts)]
+            release = channels.named(name).release
+            parts.append(torch.stack([release(row, one) for row, one in zip(states, noise, strict=True)]))
+        return torch.cat(parts)
+
+    def unit_folder(self, run: Run, number: int) -> Path:
+        """Where a unit of a run lies: a position, or of a control a prompt."""
+        return (
+            self.folder
+            / "runs"
+            / run.name.replace(" ", "-")
+            / f"{'prompt' if run.is_control else 'position'}-{number:02d}"
+        )
+
+    def inputs(self, run: Run, number: int) -> dict[str, Any]:
+        """What a unit is made from."""
+        found = {
+            "study": "inversion",
+            "protocol": PROTOCOL,
+            "model": self.identity,
+            "prompts": [self.study.source, run.prompts],
+            "run": dataclasses.asdict(run),
+            "search": None if run.is_control else dataclasses.asdict(run.search(self.study.log_every)),
+            "unit": number,
+        }
+        if self.study.source == "written" or self.study.source.endswith(".jsonl"):
+            found["prompts"].append(checksum(self.prompts[: run.prompts]))
+        return json.loads(json.dumps(found))
+
+    def finished(self, run: Run, number: int) -> Result | None:
+        """A unit's result if it is there.
+
+        Raises:
+            ResultError: it is damaged, or was made with other parameters.
+        """
+        return reusable(self.unit_folder(run, number), self.inputs(run, number))
+
+    def missing(self, run: Run) -> list[int]:
+        """Units of a run that are still to be computed."""
+        return [number for number in range(run.units) if self.finished(run, number) is None]
+
+    def compute(self, run: Run, progress: tqdm | None = None) -> None:
+        """Compute a run's missing units; each is kept as soon as it is done."""
+        for number in self.missing(run):
+            started = time.perf_counter()
+            tokens, trace = self._control(run, number) if run.is_control else self._position(run, number)
+            seconds = time.perf_counter() - started
+            tokens["seconds"] = seconds / len(tokens)
+            record = provenance(str(accelerator().device), torch.get_num_threads(), seconds, evaluation_dtype="float32")
+            tables = {"tokens.parquet": tokens, "trace.parquet": trace}
+            write_result(
+                self.unit_folder(run, number),
+                self.inputs(run, number),
+                {"tokens": len(tokens)},
+                record,
+                writers(tables),
+            )
+            if progress is not None:
+                progress.update(len(tokens) * (run.steps or 0))
+
+    def _position(self, run: Run, position: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """One position of all prompts of a run of a gradient mode, in all channels."""
+        reader, true = self.reader(run.convention), self.ids(run).repeat(len(run.channels), 1)
+        if run.mode == "reference":
+            prefix = true[:, :position]
+        else:
+            before = [self.finished(run, number).table("tokens.parquet").found_id for number in range(position)]
+            prefix = torch.tensor(np.array(before, dtype=np.int64).reshape(position, len(true)).T, device=true.device)
+        keys = list(range(run.prompts)) * len(run.channels)
+        settings = run.search(self.study.log_every)
+        targets = self.released(run)
+        continuous.check_states(reader, targets)
+        settings.check(len(reader.embedding))
+        _, tokens, trace = continuous.search(reader, prefix, targets[:, position], settings, keys, true[:, position])
+        return tokens, trace
+
+    def _control(self, run: Run, number: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """One prompt of a control."""
+        reader, states = self.reader(run.convention), self.released(run)[number : number + 1]
+        searches: dict[str, Callable] = {
+            "full-scan": lambda: sipit.full_scan(reader, states),
+            "lm-order": lambda: sipit.lm_order(reader, states),
+            "random-proxy": lambda: sipit.random_proxy(reader, states, run.candidates, run.metric, seed=number),
+        }
+        tokens = searches[run.mode]().tokens.assign(prompt=number)
+        tokens["true_id"] = self.ids(run)[number].tolist()
+        return tokens, continuous.NO_TRACE
+
+    def table(self, run: Run, name: str) -> pd.DataFrame:
+        """All units of a run: rows numbered by prompt within a channel, named by the prompts' ids."""
+        units = [self.finished(run, n).table(name) for n in range(run.units)]
+        table = pd.concat([unit for unit in units if len(unit)] or units[:1], ignore_index=True)
+        row = table.prompt.astype(int)
+        named = np.array([prompt.id for prompt in self.prompts[: run.prompts]])
+        table["channel"] = np.array(run.channels)[row // run.prompts]
+        table["prompt"] = named[row % run.prompts]
+        fixed = {"method": run.method, "configuration": run.name, "mode": run.mode}
+        layer = "last" if run.layer is None else str(run.layer)
+        return table.assign(**fixed, layer=layer, norm=run.norm, start=run.start)
+
+    def path(self) -> pd.DataFrame:
+        """The search of some tokens of the first prompt step by step, behind its true prefix, from zeros and from the
+        prior mean, in the plane of the embedding matrix's two largest principal components.
+
+        Returns:
+            ``kind`` (``proxy``, ``true``, ``crowd``: rows drawn at random, to show where the vocabulary lies),
+            ``position, start, step, token, pc1, pc2, loss, rank``.
+        """
+        run = next(run for run in self.study.runs if run.mode == "reference")
+        settings = dataclasses.replace(run.search(KEPT_EVERY), steps=self.study.path.steps)
+        reader, ids = self.reader(run.convention), self.ids(run)[:1]
+        states, plane, middle = reader.states(ids), *principal_plane(reader.embedding)
+        rng, decode = np.random.default_rng(DRAW_SEED), self.backbone.tokenizer.decode
+
+        def rows(kind: str, embeddings: Tensor, **others) -> pd.DataFrame:
+            flat = ((embeddings - middle) @ plane).cpu().numpy()
+            return pd.DataFrame({"kind": kind, "pc1": flat[:, 0], "pc2": flat[:, 1], **others})
+
+        crowd = rng.choice(len(reader.embedding), min(CROWD, len(reader.embedding)), replace=False)
+        found = [rows("crowd", reader.embedding[crowd])]
+        for position, start in itertools.product(self.study.path.positions, ("zeros", "prior")):
+            true, proxies, steps = ids[:, position], [], []
+
+            def keep(step, _, now, proxies=proxies, steps=steps):
+                if step % KEPT_EVERY == 0:
+                    proxies.append(now[0].clone())
+                    steps.append(step)
+
+            search = dataclasses.replace(settings, start=start)
+            begin = continuous.starts(reader, search, [0], ids[:, :position])
+            cache = reader.read(ids[:, :position])
+            driven = continuous.drive(reader, cache, states[:, position], begin, search, true, keep)
+            log = driven.trace.set_index("step").reindex(steps)
+            walked = rows("proxy", torch.stack(proxies), position=position, step=steps, start=start)
+            found.append(walked.assign(loss=log.loss.to_numpy(), rank=log["rank"].to_numpy()))
+        for position in self.study.path.positions:
+            true = ids[:, position]
+            named = {"position": position, "token": decode(true)}
+            found.append(rows("true", reader.embedding[true], **named))
+        columns = ["kind", "position", "start", "step", "token", "pc1", "pc2", "loss", "rank"]
+        return pd.concat(found, ignore_index=True).reindex(columns=columns)
+
+
+def principal_plane(embedding: Tensor) -> tuple[Tensor, Tensor]:
+    """The two largest principal components [d, 2] of the embedding matrix's rows, and their mean [d]."""
+    middle = embedding.mean(0)
+    centred = (embedding - middle).double()
+    _, vectors = torch.linalg.eigh(centred.T @ centred)  # ascending
+    return vectors[:, [-1, -2]].to(embedding.dtype), middle
+
+
+def _committed_model(scale: str) -> str:
+    from lib.inversion import settings
+
+    return settings.load(scale).model
+
+
+def run_study(study: Study, only: str | None = None) -> None:
+    """Compute what is missing of the study's runs, or of one, in their order.
+
+    Raises:
+        config.ConfigError: ``only`` is no run of the study.
+        ResultError: a unit that is there is damaged, or was made with other parameters.
+    """
+    inversion = Inversion(study)
+    chosen = [run for run in study.runs if only in (None, run.name)]
+    if not chosen:
+        raise config.ConfigError(f"run: got {only!r}, expected one of {', '.join(run.name for run in study.runs)}.")
+    with locked(inversion.folder), threads(config.load_scale(study.scale).threads):
+        left = {run.name: inversion.missing(run) for run in chosen}  # refuses what cannot be used before anything runs
+        total = sum(len(left[run.name]) * run.prompts * len(run.channels) * (run.steps or 0) for run in chosen)
+        with tqdm(total=total, unit="step", unit_scale=True, desc="inversion") as progress:
+            for run in chosen:
+                progress.set_description(run.name)
+                inversion.compute(run, progress)
+
+
+def collect(study: Study) -> Result:
+    """Write the study's tables from its units, as one result beside them.
+
+    Raises:
+        ResultError: a unit is missing, damaged, or of other parameters.
+    """
+    inversion, started = Inversion(study), time.perf_counter()
+    left = {run.name: len(inversion.missing(run)) for run in study.runs}
+    if any(left.values()):
+        named = ", ".join(f"{name} ({count})" for name, count in left.items() if count)
+        raise ResultError(
+            f"units of the inversion study are missing: {named}. Run `make inversion SCALE={study.scale}`"
+        )
+    with threads(config.load_scale(study.scale).threads):
+        tokens, trace = (
+            pd.concat([inversion.table(run, name) for run in study.runs], ignore_index=True)
+            for name in ("tokens.parquet", "trace.parquet")
+        )
+        tokens = described(inversion, tokens)
+        tables = {
+            "prompts.parquet": prompt_table(inversion, tokens),
+            "tokens.parquet": tokens[TOKENS],
+            "trace.parquet": trace[
+                ["prompt", "method", "configuration", "channel", "position", "step", "loss", "rank"]
+            ],
+            "path.parquet": inversion.path(),
+        }
+    units = [inversion.finished(run, n) for run in study.runs for n in range(run.units)]
+    computed = round(sum(unit.content["provenance"]["seconds"] for unit in units), 1)
+    record = provenance(
+        str(accelerator().device),
+        units[0].content["provenance"]["threads"],
+        time.perf_counter() - started,
+        computed_in=computed,
+    )
+    values = {"runs": {run.name: run.units for run in study.runs}, "classes": len(inversion_classes(inversion))}
+    values["vocabulary"] = len(inversion.backbone.tokenizer)
+    (inversion.folder / "result.json").unlink(
+        missing_ok=True
+    )  # none of the two, old or new, until all tables are there
+    return write_result(inversion.folder, study_inputs(inversion), values, record, writers(tables))
+
+
+def study_inputs(inversion: Inversion) -> dict[str, Any]:
+    """What the tables depend on."""
+    found = {"study": "inversion", "protocol": PROTOCOL, "settings": dataclasses.asdict(inversion.study)}
+    return json.loads(json.dumps(found | {"model": inversion.identity}))
+
+
+def inversion_classes(inversion: Inversion) -> dict[int, tuple[int, ...]]:
+    """Ids whose embedding rows are equal: no states tell them apart."""
+    return diagnostics.duplicates(
+        inversion.backbone.model.get_input_embeddings().weight[: len(inversion.backbone.tokenizer)]
+    )
+
+
+def described(inversion: Inversion, tokens: pd.DataFrame) -> pd.DataFrame:
+    """The tokens with what may explain why they fail: kind, merge rank (a stand-in for frequency), and density."""
+    tokens = tokens.copy()
+    tokens["cumulative_loss"] = (
+        tokens.sort_values("position").groupby(["configuration", "channel", "prompt"]).discrete_loss.cumsum()
+    )
+    decode, words = inversion.backbone.tokenizer.decode, diagnostics.function_words()
+    ids = sorted(set(tokens.true_id))
+    near = diagnostics.density(inversion.backbone.model.get_input_embeddings().weight, ids).set_index("id")
+    spelled = {one: decode([one]) for one in ids}
+    tokens["token"] = tokens.true_id.map(spelled)
+    tokens["category"] = tokens.token.map(lambda token: diagnostics.category(token, words))
+    tokens["merge_rank"] = tokens.true_id  # ids of a byte-pair vocabulary count merges from the most frequent on
+    tokens["neighbour_distance"] = tokens.true_id.map(near.distance)
+    tokens["neighbour_cosine"] = tokens.true_id.map(near.cosine)
+    whole = ["accepted_id", "rank_final", *(f"rank_{metric}" for metric in continuous.METRICS), "steps", "candidates"]
+    return tokens.reindex(columns=TOKENS).astype(dict.fromkeys(whole, "Int64"))
+
+
+def prompt_table(inversion: Inversion, tokens: pd.DataFrame) -> pd.DataFrame:
+    """One row a prompt, run and channel. Where the true prefix was committed there is nothing found to compare."""
+    classes, decode = inversion_classes(inversion), inversion.backbone.tokenizer.decode
+    sources = {prompt.id: prompt.source for prompt in inversion.prompts}
+    sizes, rows = {run.name: run.prompts * len(run.channels) for run in inversion.study.runs}, []
+    for (configuration, channel, prompt), part in tokens.groupby(["configuration", "channel", "prompt"], sort=False):
+        part = part.sort_values("position")
+        first = part.iloc[0]
+        found, true = part.found_id.tolist(), part.true_id.tolist()
+        row = {"prompt": prompt, "source": sources[prompt], "model": inversion.study.model, "layer": first.layer}
+        row |= {"norm": first.norm, "n_tokens": len(part), "method": first.method, "configuration": configuration}
+        row |= {"batch": 1 if first.method != "continuous" else sizes[configuration], "mode": first["mode"]}
+        row |= {"channel": channel, "attacker": "nearest token" if first["mode"] == "blind" else "fixed tolerance"}
+        row |= {"seconds": part.seconds.sum(), "candidates": int(part.candidates.sum())}
+        row["start"] = first.start
+        row["cumulative_loss"] = part.cumulative_loss.iloc[-1]
+        if first["mode"] == "reference":
+            row |= {"status": "true prefix committed"}
+        else:
+            row["exact_match"] = found == true
+            same = [a == b or a in classes.get(b, ()) for a, b in zip(found, true, strict=True)]
+            row |= {"exact_up_to_class": all(same), "similarity": diagnostics.similarity(decode(found), decode(true))}
+            row |= {"first_error": diagnostics.first_error(found, true), "status": _status(part, first["mode"])}
+        rows.append(row)
+    columns = ["prompt", "source", "model", "layer", "norm", "n_tokens", "batch", "method", "configuration", "mode"]
+    columns += [
+        "start",
+        "channel",
+        "attacker",
+        "exact_match",
+        "exact_up_to_class",
+        "similarity",
+        "first_error",
+        "seconds",
+    ]
+    columns += ["candidates", "cumulative_loss", "status", "margin"]
+    table = pd.DataFrame(rows).reindex(columns=columns)
+    table["margin"] = table.margin.astype(float)
+    return table.astype({"exact_match": "boolean", "exact_up_to_class": "boolean", "first_error": "Int64"})
+
+
+def _status(part: pd.DataFrame, mode: str) -> str:
+    if mode == "blind":
+        return "not verified"
+    return f"fallback at {part.position[part.fallback].min()}" if part.fallback.any() else "consistent"
+
+
+def load(study: Study, source: str) -> Result:
+    """The study where ``source`` says (see :class:`lib.config.Testbed`); ``auto``: this machine's, else committed.
+
+    Raises:
+        MissingResult: there is none.
+        ResultError: it is damaged, or was made with other parameters.
+    """
+    inversion = Inversion(study)
+    folders = {"local": inversion.folder, "reference": paths.reference(study.scale) / "inversion"}
+    for name, folder in folders.items():
+        found = read_result(folder) if source in (name, "auto") else None
+        if found is None:
+            continue
+        differing = differences(found.content["inputs"], study_inputs(inversion))
+        if differing:
+            raise ResultError(f"{paths.show(folder)} was made with other parameters: {'; '.join(differing)}")
+        return found
+    raise MissingResult(f"there is no inversion study at {study.scale} scale: run `make inversion SCALE={study.scale}`")
+
+
+def find(params: InversionRun) -> Result:
+    """The study: found where ``params.results`` says, or computed, unit by unit, in this process.
+
+    Raises:
+        ResultError: ``reference`` was asked for and there is none; or what is there is damaged or of other parameters.
+    """
+    if params.results == "reference":
+        return load(params.study, "reference")
+    try:
+        return load(params.study, params.results)
+    except MissingResult:
+        run_study(params.study)
+        return collect(params.study)
+
+
+def short(study: Study) -> pd.DataFrame:
+    """The short inversion of ``make run``: its tokens, computed or found on this machine."""
+    inversion = Inversion(study)
+    with locked(inversion.folder), threads(config.load_scale(study.scale).threads):
+        inversion.compute(study.short)
+        return described(inversion, inversion.table(study.short, "tokens.parquet"))
