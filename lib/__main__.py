@@ -98,13 +98,18 @@ def _report(scale: str, reruns: "dict[str, Result]", folder: Path, started: floa
     import pandas as pd
 
     from lib import paper, report
+    from lib.inversion import settings, study
 
     results, origins = _case_results(scale)
-    results |= {study: read_local(folder / study) for study in STUDIES}
-    table = paper.claims_table({study: result.values for study, result in results.items()}, scale)
+    results |= {name: read_local(folder / name) for name in STUDIES}
+    results |= _inversion_result(scale)
+    table = paper.claims_table({name: result.values for name, result in results.items()}, scale)
     with files.building(folder / "claims.csv") as unfinished:
         table.to_csv(unfinished, index=False)
-    page = report.write(folder, scale, reruns, {case: results[case] for case in CASES if case in results}, table)
+    click.echo("A short inversion: text from hidden states.", err=True)
+    inverted = study.short(settings.load(scale))
+    found = {case: results[case] for case in CASES if case in results}
+    page = report.write(folder, scale, reruns, found, table, inverted)
     verdicts = {paper.REPRODUCED: "yes", paper.NOT_REPRODUCED: "NO", paper.NOT_TESTABLE: "not testable"}
     same = table.state.map(verdicts) + table.by_design.map({True: " (by design)", False: ""})
     shown = pd.DataFrame({"claim": table.claim, "paper": table.reported, "here": table.measured, "same?": same})
@@ -116,6 +121,8 @@ def _report(scale: str, reruns: "dict[str, Result]", folder: Path, started: floa
             f"says {values['change']['verdict']} (exposure {values['exposure']['before']:.2f} to "
             f"{values['exposure']['after']:.2f} of at most {values['cap']:.0f} bits)"
         )
+    right = sum(inverted.true[prompt] == inverted.found[prompt] for prompt in inverted.true)
+    click.echo(f"Text from hidden states: {right} of {len(inverted.true)} prompts read back exactly.")
     click.echo(f"\nClaims about the sweep and its cases are decided from {origins}.")
     click.echo(f"{time.perf_counter() - started:.0f} s. Report: {paths.show(page)}. Read on:")
     for notebook in STUDIES.values():
@@ -156,6 +163,17 @@ def _case_results(scale: str) -> "tuple[dict[str, Result], str]":
         if None not in found.values() and all(_belongs(found[case], found["sweep"], repeats) for case in CASES):
             return found, origin
     return {}, "nothing: there are no tables of a sweep at this scale"
+
+
+def _inversion_result(scale: str) -> "dict[str, Result]":
+    """The inversion study, this machine's or the committed one, where there is one of these settings."""
+    from lib.inversion import settings, study
+    from lib.results import MissingResult
+
+    try:
+        return {"inversion": study.load(settings.load(scale), "auto")}
+    except MissingResult:
+        return {}
 
 
 @main.command()
@@ -362,22 +380,21 @@ def inversion(scale: str, only: str | None) -> None:
 def reference(scale: str) -> None:
     """Make this machine's complete local results of one scale the committed reference: all of them or none."""
     from lib import cases, casework, collection, grading, paper, plan, report
+    from lib.inversion import settings, study
     from lib.results import read_result
 
     local = paths.local(scale)
-    parts = {study: (local / study, "result.json") for study in STUDIES} | {
-        "sweep": (paths.sweep(scale), "result.json")
-    }
+    parts = {name: (local / name, "result.json") for name in STUDIES} | {"sweep": (paths.sweep(scale), "result.json")}
     parts |= {f"sweep/runs/{name}": (paths.sweep(scale) / "runs" / name, "result.json") for name in EXAMPLES}
     parts |= {f"cases/{case}": (local / "cases" / case, "result.json") for case in CASES}
     parts |= {"confirmation": (paths.sweep(scale), collection.CONFIRMATION)}
-    parts |= {"scorecard": (local / "scorecard", "result.json")}
+    parts |= {name: (local / name, "result.json") for name in ("scorecard", "inversion")}
     results = {name: read_result(*place) for name, place in parts.items()}
     missing = [name for name, result in results.items() if result is None]
     if missing:
         raise click.ClickException(
-            f"no complete local result of {', '.join(missing)}: run `make run`, `make sweep`, `make cases` and "
-            f"`make scorecard` with SCALE={scale}"
+            f"no complete local result of {', '.join(missing)}: run `make run`, `make sweep`, `make cases`, "
+            f"`make scorecard` and `make inversion` with SCALE={scale}"
         )
     for case in CASES:
         if not _belongs(results[f"cases/{case}"], results["sweep"], results["confirmation"]):
@@ -385,6 +402,7 @@ def reference(scale: str) -> None:
                 f"case {case} was computed from other tables of the sweep: run `make cases` again"
             )
     grading.load(plan.load(scale), "local")  # refuses one of other settings
+    study.load(settings.load(scale), "local")
     reruns = casework.rerun(config.load_scale(scale))
     with files.building(paths.reference(scale)) as unfinished:
         for name, result in results.items():
@@ -394,7 +412,8 @@ def reference(scale: str) -> None:
         named = {name.removeprefix("cases/"): result for name, result in results.items()}
         claims = paper.claims_table({name: result.values for name, result in named.items()}, scale)
         claims.to_csv(unfinished / "claims.csv", index=False)
-        report.write(unfinished, scale, reruns, {case: named[case] for case in CASES}, claims)
+        found = {case: named[case] for case in CASES}
+        report.write(unfinished, scale, reruns, found, claims, study.short(settings.load(scale)))
         report.write_scorecard(unfinished / "scorecard", named["scorecard"], named["sweep"])
     if scale == "laptop":
         _write_readme("results", results_table(claims))

@@ -37,7 +37,7 @@ matplotlib.rcParams.update(
 )
 
 
-def _finished(figure: Figure) -> Figure:
+def finished(figure: Figure) -> Figure:
     """Hand the figure over to the caller: closed here, a notebook shows it once, where it is returned."""
     plt.close(figure)
     return figure
@@ -82,7 +82,7 @@ def token_strip(table: pd.DataFrame, window: int) -> Figure:
     axes.spines[["left", "bottom"]].set_visible(False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=color, label=span) for span, color in SPAN_COLORS.items()]
     axes.legend(handles=handles, ncols=3, loc="lower right", bbox_to_anchor=(1, 1.04), frameon=False, fontsize=9)
-    return _finished(figure)
+    return finished(figure)
 
 
 def loss_curve(log: pd.DataFrame, kept_steps: Sequence[int] = (), target_nll: float | None = None) -> Figure:
@@ -100,7 +100,7 @@ def loss_curve(log: pd.DataFrame, kept_steps: Sequence[int] = (), target_nll: fl
     axes.set_title(
         "Training loss" + ("; the adapters at the dots are kept as undertrained bases" if kept_steps else "")
     )
-    return _finished(figure)
+    return finished(figure)
 
 
 def delta_strip(table: pd.DataFrame, window: int, panels: str = "modality") -> Figure:
@@ -124,7 +124,7 @@ def delta_strip(table: pd.DataFrame, window: int, panels: str = "modality") -> F
         axes.set_title(f"{modality} canaries" if panels == "modality" else modality, fontsize=10, pad=12)
         axes.set(yticks=[], xlabel="target position (tokens)", ylabel="canaries")
     figure.colorbar(image, ax=grid, label="change of the NLL (nats)", shrink=0.8)
-    return _finished(figure)
+    return finished(figure)
 
 
 def nll_heatmap(table: pd.DataFrame, models: Mapping[str, str], window: int) -> Figure:
@@ -151,7 +151,7 @@ def nll_heatmap(table: pd.DataFrame, models: Mapping[str, str], window: int) -> 
     for axes in grid[:, 0]:
         axes.set_ylabel("canaries")
     figure.colorbar(image, ax=grid, label="NLL (nats)", extend="min", shrink=0.8)
-    return _finished(figure)
+    return finished(figure)
 
 
 def _mark_window(axes: plt.Axes, window: int) -> None:
@@ -184,7 +184,7 @@ def nll_by_position(table: pd.DataFrame, models: Sequence[str], window: int) -> 
         axes.text(window - 0.3, top, "window ends", color="#1a9850", fontsize=9, va="top")
     grid[0][0].set_ylabel("mean NLL (nats)")
     grid[0][-1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
-    return _finished(figure)
+    return finished(figure)
 
 
 def _stage_colors(models: Sequence[str]) -> dict[str, str]:
@@ -228,7 +228,7 @@ def probe_intervals(groups: Mapping[str, pd.DataFrame]) -> Figure:
         axes.set_yticks(range(len(table)), table.index)
         axes.set_title(name)
     _verdict_legend(grid[0][-1], pd.concat(kept.values()).verdict, loc="center left", bbox_to_anchor=(1, 0.5))
-    return _finished(figure)
+    return finished(figure)
 
 
 def window_curves(
@@ -260,7 +260,7 @@ def window_curves(
         axes.text(secret.start + 0.7, top, "secret", color="#d94801", fontsize=9, va="top")
     shown = pd.concat(curves.values()).verdict
     _verdict_legend(grid[0][-1], shown, loc="center left", bbox_to_anchor=(1, 0.5))
-    return _finished(figure)
+    return finished(figure)
 
 
 def margin_grid(groups: Mapping[str, pd.DataFrame], ticks: pd.DataFrame | None = None) -> Figure:
@@ -301,7 +301,7 @@ def margin_grid(groups: Mapping[str, pd.DataFrame], ticks: pd.DataFrame | None =
         )
     shown = np.unique(np.concatenate([table.to_numpy().ravel() for table in groups.values()]))
     _verdict_legend(grid[0][-1], shown, loc="center left", bbox_to_anchor=(1, 0.5))
-    return _finished(figure)
+    return finished(figure)
 
 
 def verdict_map(table: pd.DataFrame, marked: Sequence[str] = ()) -> Figure:
@@ -319,7 +319,7 @@ def verdict_map(table: pd.DataFrame, marked: Sequence[str] = ()) -> Figure:
     axes.tick_params(length=0)
     axes.spines[["left", "bottom"]].set_visible(False)
     _verdict_legend(axes, table.to_numpy().ravel(), loc="upper left", bbox_to_anchor=(1, 1))
-    return _finished(figure)
+    return finished(figure)
 
 
 def share_bars(shares: pd.DataFrame) -> Figure:
@@ -337,7 +337,7 @@ def share_bars(shares: pd.DataFrame) -> Figure:
     axes.invert_yaxis()
     axes.set(xlim=(0, 1), xlabel="share of the absolute change")
     axes.legend(frameon=False, fontsize=9, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
-    return _finished(figure)
+    return finished(figure)
 
 
 def canary_bars(groups: Mapping[str, pd.Series], ylabel: str) -> Figure:
@@ -349,7 +349,7 @@ def canary_bars(groups: Mapping[str, pd.Series], ylabel: str) -> Figure:
         axes.bar(range(len(ordered)), ordered, color=colors)
         axes.axhline(0, color="#333333", lw=0.8)
         axes.set(xticks=[], xlabel=f"{len(ordered)} canaries, largest change first", ylabel=ylabel, title=name)
-    return _finished(figure)
+    return finished(figure)
 
 
 def rank_strips(ranks: pd.DataFrame, models: Mapping[str, str]) -> Figure:
@@ -370,7 +370,7 @@ def rank_strips(ranks: pd.DataFrame, models: Mapping[str, str]) -> Figure:
                 axes.plot(values.mean(), y, "|", color="#b2182b", ms=18, mew=2.5)
         axes.set(xlim=(-0.05, 1.05), ylim=(len(models) - 0.5, -0.5), xlabel="normalised rank", title=f"{kind} decoys")
         axes.set_yticks(range(len(models)), list(models.values()))
-    return _finished(figure)
+    return finished(figure)
 
 
 def precision_dots(table: pd.DataFrame, probe: str) -> Figure:
@@ -394,7 +394,7 @@ def precision_dots(table: pd.DataFrame, probe: str) -> Figure:
     axes.set_xticks(range(len(places)), labels, fontsize=8)
     axes.set(ylabel=f"change of {probe} (nats a token)", xlim=(-0.5, len(places) - 0.5))
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5), title="update")
-    return _finished(figure)
+    return finished(figure)
 
 
 def strength_curves(table: pd.DataFrame) -> Figure:
@@ -417,7 +417,7 @@ def strength_curves(table: pd.DataFrame) -> Figure:
         axes.set_xticks(part.strength, [f"{strength:g}" for strength in part.strength])
         axes.margins(x=0.15)
     grid[0][0].legend(frameon=False, fontsize=9)
-    return _finished(figure)
+    return finished(figure)
 
 
 def gallery(pictures: Mapping[str, Image.Image]) -> Figure:
@@ -430,7 +430,7 @@ def gallery(pictures: Mapping[str, Image.Image]) -> Figure:
     for axes, (name, picture) in zip(grid.flat, pictures.items(), strict=False):
         axes.imshow(picture, interpolation="nearest")
         axes.set_title(name, fontsize=7, loc="center")
-    return _finished(figure)
+    return finished(figure)
 
 
 CHOICE_NAMES = {
@@ -489,7 +489,7 @@ def specification_curve(
     top, below = right.subplots(2, 1, height_ratios=[2, 1])
     below.axis("off")
     _influence_bars(top, ranking)
-    return _finished(figure)
+    return finished(figure)
 
 
 def _fate_bars(axes: plt.Axes, part: pd.DataFrame, fates: Sequence[pd.DataFrame], labels: Mapping[str, str]) -> None:
@@ -580,7 +580,7 @@ def detection_chart(detection: pd.DataFrame, titles: Mapping[str, str], names: M
     first = dict(zip(labels[::-1], handles[::-1], strict=True))
     order = dict.fromkeys(labels)
     figure.legend([first[name] for name in order], list(order), loc="outside upper center", ncols=3, frameon=False)
-    return _finished(figure)
+    return finished(figure)
 
 
 def dose_curves(table: pd.DataFrame, names: Mapping[str, str], titles: Mapping[str, str]) -> Figure:
@@ -605,7 +605,7 @@ def dose_curves(table: pd.DataFrame, names: Mapping[str, str], titles: Mapping[s
     np.atleast_1d(panels)[0].set_ylabel("trials in which the probe fires")
     handles, labels = np.atleast_1d(panels)[-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
-    return _finished(figure)
+    return finished(figure)
 
 
 def roc_curves(panels: Mapping[str, Mapping[str, pd.DataFrame]], least: float) -> Figure:
@@ -635,4 +635,4 @@ def roc_curves(panels: Mapping[str, Mapping[str, pd.DataFrame]], least: float) -
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
     figure.legend(labelled.values(), labelled, loc="outside right center", frameon=False, fontsize=9)
-    return _finished(figure)
+    return finished(figure)

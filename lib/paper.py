@@ -1,5 +1,6 @@
 """Every claim of the papers that this package can decide: what is reported, what decides it, and how it came out."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,10 @@ import numpy as np
 import pandas as pd
 
 PROBE_PAPER = "arXiv:2606.31168"
+INVERSION_PAPER, SIPIT_PAPER = "arXiv:2607.00852", "arXiv:2510.15511"
+# Prompts of ten tokens that GPT-2 gave back exactly, by configuration; and seconds a token, its baseline's and SIPIT's.
+EXACT_MATCH = {"fast": 0.35, "baseline": 0.669, "high accuracy": 0.975}
+SECONDS_A_TOKEN = {"baseline": 17.8, "SIPIT": 0.65}
 # The three cases as reported: mean changes in nats a token, recall before and after. A rise of the NLL is damage.
 REPORTED: dict[str, dict[str, float]] = {
     "c3": {"d_nll_mean20": 0.0001, "d_nll_hex": 0.0133, "hit_base": 1.00, "hit": 0.88},
@@ -206,11 +211,95 @@ def _disagree(results: Mapping[str, Any]) -> Decision:
     return _decision(measured, sweep["disagreements"] > 0)
 
 
+def _exact(results: Mapping[str, Any], configuration: str) -> Decision:
+    """Whether the reported share lies in the Wilson interval of the measured one."""
+    run = results["exact"].get(configuration)
+    if run is None:
+        return Decision("not run", NOT_TESTABLE)
+    measured = f"{run['exact']} of {run['of']} ({run['low']:.0%} to {run['high']:.0%}; {results['model']})"
+    return _decision(measured, run["low"] <= EXACT_MATCH[configuration] <= run["high"])
+
+
+def _separation(results: Mapping[str, Any]) -> Decision:
+    apart = {name: value for name, value in results["separation"].items() if value is not None}
+    if not apart:
+        return Decision("no run has both exact and failed prompts", NOT_TESTABLE)
+    told = ", ".join(f"{value:.1f} ({name})" for name, value in apart.items())
+    return _decision(f"orders of magnitude: {told}", min(apart.values()) >= 8)
+
+
+def _online(results: Mapping[str, Any]) -> Decision:
+    found = results["online"]
+    measured = (
+        f"{found['flagged']} of {found['failed']} prompts at their first wrong token, {found['false']} false alarms"
+    )
+    return _decision(measured, 0 < found["failed"] == found["flagged"] and found["false"] == 0)
+
+
+def _function_words(results: Mapping[str, Any]) -> Decision:
+    first = results["first_errors"]
+    share = first["function words"] / max(first["of"], 1)
+    rates = results["error_rates"]
+    told = "; ".join(f"{kind} {rates[kind][0]} of {rates[kind][1]}" for kind in FUNCTION_AND_CONTENT if kind in rates)
+    measured = f"{first['function words']} of {first['of']} first errors; error rates: {told}"
+    return _decision(measured, share > 0.5)
+
+
+def _content_words(results: Mapping[str, Any]) -> Decision:
+    errors, of = results["error_rates"].get("content word", (0, 0))
+    if of == 0:
+        return Decision("no content word", NOT_TESTABLE)
+    return _decision(f"{errors} of {of} fail", errors / of <= 0.05)
+
+
+def _near_misses(results: Mapping[str, Any]) -> Decision:
+    fates = results["misses"]
+    near, basin = fates.get("near miss", 0), fates.get("wrong basin", 0)
+    if near + basin == 0:
+        return Decision("no failure", NOT_TESTABLE)
+    return _decision(f"{near} of {near + basin} failures", near > basin)
+
+
+def _metrics(results: Mapping[str, Any]) -> Decision:
+    shares = results["metrics"]
+    told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    others = max(shares["cosine"], shares["dot"])
+    return _decision(told, abs(shares["l1"] - shares["l2"]) <= 0.05 and shares["l1"] - others >= 0.1)
+
+
+def _two_humped(results: Mapping[str, Any]) -> Decision:
+    costs = results["cost"]
+    ends = costs["few"] + costs["all"]
+    measured = f"{costs['few']} of {costs['of']} tokens within 10 candidates, {costs['all']} after all of them"
+    return _decision(measured, costs["of"] > 0 and ends / costs["of"] >= 0.8 and min(costs["few"], costs["all"]) > 0)
+
+
+def _seconds(results: Mapping[str, Any]) -> Decision:
+    run = results["exact"].get("baseline")
+    measured = "not run" if run is None else f"{run['seconds']:.1f} s (another model, two CPU cores)"
+    return Decision(measured, NOT_TESTABLE)
+
+
+def _sipit(results: Mapping[str, Any]) -> Decision:
+    run = results["exact"].get("sipit")
+    if run is None:
+        return Decision("not run at this scale: `make bench` runs it under a cap", NOT_TESTABLE)
+    return _decision(f"{run['exact']} of {run['of']} prompts", run["exact"] == run["of"])
+
+
+def _untried(results: Mapping[str, Any], why: str) -> Decision:
+    return Decision(why, NOT_TESTABLE)
+
+
 _TESTBED = {"source": PROBE_PAPER, "study": "testbed", "notebook": "00_testbed"}
 
 _C3 = {"source": PROBE_PAPER, "study": "c3", "notebook": "01_case_c3_window_truncation"}
 _C4 = {"source": PROBE_PAPER, "study": "c4", "notebook": "02_case_c4_preamble_drift"}
 _C5 = {"source": PROBE_PAPER, "study": "c5", "notebook": "03_case_c5_undertrained"}
+
+_INVERSION = {"source": INVERSION_PAPER, "study": "inversion", "notebook": "05_inversion", "by_design": False}
+_SIPIT = _INVERSION | {"source": SIPIT_PAPER}
+FUNCTION_AND_CONTENT = ("function word", "content word")
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
@@ -367,6 +456,105 @@ CLAIMS: tuple[Claim, ...] = (
         test="trained cells in which mean20 and hex or a recall contradict each other (text, stacked, seeds pooled)",
         decide=_disagree,
         **_C5,
+    ),
+    *(
+        Claim(
+            id=f"inversion-{configuration.replace(' ', '-')}",
+            statement=f"prompts of ten tokens come back exactly from their states, {configuration} configuration",
+            reported=f"{share:.1%} (GPT-2)".replace(".0%", "%").replace("%", " %"),
+            test="the reported share lies in the Wilson interval of the measured one",
+            decide=functools.partial(_exact, configuration=configuration),
+            **_INVERSION,
+        )
+        for configuration, share in EXACT_MATCH.items()
+    ),
+    Claim(
+        id="loss-separation",
+        statement="the cumulative discrete loss tells exact from failed prompts by about ten orders of magnitude",
+        reported="1e-11 against 1e-1 or so",
+        test="at least 8 orders in every verified run, length and depth at which there are both",
+        decide=_separation,
+        **_INVERSION,
+    ),
+    Claim(
+        id="detected-online",
+        statement="a failure shows at the token at which it happens",
+        reported="yes (no figure reachable)",
+        test="every failed prompt of a verified run has its fallback at its first wrong token, exact ones none",
+        decide=_online,
+        **_INVERSION | {"by_design": True},
+    ),
+    Claim(
+        id="function-words",
+        statement="failures are mostly function words behind a space",
+        reported="dominate (no figure reachable)",
+        test="more than half of the first errors, K = 1000 from zeros, C = 2,000, the first token left out",
+        decide=_function_words,
+        **_INVERSION,
+    ),
+    Claim(
+        id="content-words",
+        statement="content words come back almost perfectly",
+        reported="almost all",
+        test="at most 5 % errors behind a true prefix, K = 1000 from zeros, C = 2,000",
+        decide=_content_words,
+        **_INVERSION,
+    ),
+    Claim(
+        id="near-misses",
+        statement="most failures are near misses, the true token just outside the window",
+        reported="most",
+        test="more near misses than wrong basins (our line: a quarter of the vocabulary beyond C)",
+        decide=_near_misses,
+        **_INVERSION,
+    ),
+    Claim(
+        id="distances",
+        statement="ranking by l1 is about as good as by l2, and much better than by cosine or dot product",
+        reported="no figure reachable",
+        test="same proxies, C = 2,000: l1 and l2 within 5 points, l1 10 points or more above the others",
+        decide=_metrics,
+        **_INVERSION,
+    ),
+    Claim(
+        id="two-humped-cost",
+        statement="the cost of a token is bimodal: found at once, or after the whole window",
+        reported="bimodal",
+        test="at least 80 % of the baseline's tokens take at most 10 candidates or all of them, and some take either",
+        decide=_two_humped,
+        **_INVERSION,
+    ),
+    Claim(
+        id="inversion-seconds",
+        statement="the baseline takes 17.8 s a token",
+        reported="17.8 s",
+        test="none: time on another machine with another model decides nothing; `make bench` gives ratios",
+        decide=_seconds,
+        **_INVERSION,
+    ),
+    Claim(
+        id="projection",
+        statement="projecting the proxy onto a token at every step hides the signals of the search",
+        reported="no figure reachable",
+        test="none yet",
+        decide=functools.partial(_untried, why="not run: no method here projects at every step"),
+        **_INVERSION,
+    ),
+    Claim(
+        id="sipit-exact",
+        statement="SIPIT recovers every prompt exactly",
+        reported="100 % of prompts of 20 tokens (GPT-2)",
+        test="every prompt of a SIPIT run is exact",
+        decide=_sipit,
+        **_SIPIT,
+    ),
+    Claim(
+        id="sipit-seconds",
+        statement="SIPIT takes 0.65 s a token, for it stops at the first token that fits",
+        reported="0.65 s (as the inversion paper quotes it)",
+        test="none: as for the baseline's seconds; `make bench` runs both on one machine",
+        decide=functools.partial(_untried, why="see `make bench`"),
+        **_SIPIT,
     ),
 )
 

@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 
 from lib import cases, figures, files, paper, rules, scorecard, specification, verdicts
 from lib.cases import CASES, TABLES
+from lib.inversion import study
+from lib.inversion.figures import loss_traces
 from lib.results import Result
 
 TITLES = {
@@ -28,12 +30,17 @@ STYLE = (
 
 
 def write(
-    folder: Path, scale: str, reruns: Mapping[str, Result], studies: Mapping[str, Result], claims: pd.DataFrame
+    folder: Path,
+    scale: str,
+    reruns: Mapping[str, Result],
+    studies: Mapping[str, Result],
+    claims: pd.DataFrame,
+    inverted: study.Short,
 ) -> Path:
     """Write ``report.md``, its figures beside it, and ``report.html`` with the figures inside; give back the page.
 
     ``reruns`` are the cells run by this main job; ``studies`` the cases' own results, of several seeds, where there are
-    any; ``claims`` the table of :func:`lib.paper.claims_table`.
+    any; ``claims`` the table of :func:`lib.paper.claims_table`; ``inverted`` the short inversion.
     """
     drawn: dict[str, bytes] = {}
     parts = [_opening(scale, reruns, studies)]
@@ -42,6 +49,8 @@ def write(
         name = f"report-{case}.png"
         drawn[name] = _png(figure)
         parts.append(f"{text}\n![{TITLES[case]}: changes in margins, by probe]({name})\n")
+    drawn["report-inversion.png"] = _png(loss_traces({"": inverted.tokens}, inverted.tolerance))
+    parts.append(f"{_inversion(inverted)}\n![Cumulative discrete loss along every prompt](report-inversion.png)\n")
     parts.append(_claims(claims))
     text = "\n".join(parts)
     html = MarkdownIt("commonmark").enable("table").render(text)
@@ -139,6 +148,20 @@ def _case(case: str, run: Result, study: Result | None) -> tuple[str, Figure]:
     )
     shown = {name: found.verdicts for name, found in judged.items()}
     return "\n".join(lines) + "\n", figures.probe_intervals(shown)
+
+
+def _inversion(inverted: study.Short) -> str:
+    rows = {}
+    for prompt, part in inverted.tokens.sort_values("position").groupby("prompt", sort=False):
+        right = int((part.found_id == part.true_id).sum())
+        fell = part.position[part.fallback]
+        alarm = f"at token {fell.iloc[0] + 1}" if len(fell) else "none"
+        loss = f"{part.cumulative_loss.iloc[-1]:.1e}"
+        rows[prompt] = [inverted.true[prompt], inverted.found[prompt], f"{right} of {len(part)}", alarm, loss]
+    columns = ["text", "found from its states alone", "tokens right", "alarm", "cumulative discrete loss"]
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=columns).rename_axis("prompt")
+    lines = ["## Text from hidden states", "", f"{inverted.what} {inverted.seconds:.0f} s for the search.", ""]
+    return "\n".join(lines) + "\n" + markdown(table)
 
 
 def _cells(table: pd.DataFrame) -> pd.Series:

@@ -117,8 +117,8 @@ def test_modules_import_one_way():
         "channels",
         "diagnostics",
         "settings",
-        "study",
         "analysis",
+        "study",
         "figures",
     ]
     order[order.index("report") : order.index("report")] = [f"inversion.{name}" for name in inversion]

@@ -29,7 +29,7 @@ def recovered(tokens: pd.DataFrame, candidates: int) -> pd.Series:
 
     So it is when the true token's rank is below C and no nearer candidate is within the tolerance.
     """
-    return (tokens.rank_final < candidates) & (tokens.accepted_id == tokens.true_id)
+    return ((tokens.rank_final < candidates) & (tokens.accepted_id == tokens.true_id)).astype(bool)
 
 
 def grid(tokens: pd.DataFrame, windows: list[int]) -> pd.DataFrame:
@@ -176,14 +176,14 @@ def error_rates(tokens: pd.DataFrame, candidates: int) -> pd.DataFrame:
     failed = tokens.assign(error=~recovered(tokens, candidates))
     failed["category"] = failed.category.where(failed.position > 0, "first token")
     counts = failed.groupby(["prompt", "category"]).error.agg(["sum", "size"]).unstack(fill_value=0)
-    errors, sizes = counts["sum"], counts["size"]
+    errors, sizes = counts["sum"].astype(float), counts["size"].astype(float)
     rng, rates = np.random.default_rng(0), []
     for _ in range(2000):
         rows = rng.integers(len(counts), size=len(counts))
         with np.errstate(invalid="ignore"):
             rates.append(errors.to_numpy()[rows].sum(0) / sizes.to_numpy()[rows].sum(0))
     low, high = np.nanpercentile(rates, [2.5, 97.5], axis=0)
-    table = pd.DataFrame({"errors": errors.sum(), "of": sizes.sum(), "low": low, "high": high})
+    table = pd.DataFrame({"errors": errors.sum().astype(int), "of": sizes.sum().astype(int), "low": low, "high": high})
     table["rate"] = table.errors / table.of
     table = table.rename_axis("category").reset_index()
     return table[["category", "errors", "of", "rate", "low", "high"]].sort_values(
@@ -277,3 +277,73 @@ def configurations(prompts: pd.DataFrame) -> pd.DataFrame:
         row |= {"exact_up_to_class": int(part.exact_up_to_class.sum())}
         rows.append(row | {"seconds": part.seconds.sum() / tokens, "candidates": part.candidates.sum() / tokens})
     return pd.DataFrame(rows)
+
+
+BASELINE, WINDOW = "zeros 1000", 2000  # what the claims about failures are decided on: the published baseline's K and C
+
+
+def summary(prompts: pd.DataFrame, tokens: pd.DataFrame, vocabulary: int) -> dict:
+    """What :mod:`lib.paper` decides the claims from. Failures are those of the published baseline's K and C.
+
+    Where a scale has no run of that name, its first one that commits the true prefix takes its place.
+    """
+    shown = configurations(prompts)
+    exact = {
+        row.configuration: {
+            name: getattr(row, name) for name in ("exact", "of", "low", "high", "seconds", "similarity")
+        }
+        for row in shown.itertuples()
+    }
+    known = list(dict.fromkeys(tokens.configuration[tokens["mode"] == "reference"]))
+    part = tokens[tokens.configuration == (BASELINE if BASELINE in known else known[0])]
+    searched = part[part.steps > 0]
+    window = min(WINDOW, vocabulary)
+    later = searched[searched.position > 0]
+    rates = error_rates(later, window)
+    first = first_errors(later, window).set_index("category").first_errors
+    return {
+        "model": prompts.model.iloc[0],
+        "exact": exact,
+        "separation": _separations(tokens),
+        "online": _flagged(tokens),
+        "first_errors": {"function words": int(first.get("function word", 0)), "of": int(first.sum())},
+        "error_rates": {row.category: [int(row.errors), int(row.of)] for row in rates.itertuples()},
+        "misses": misses(later, window, vocabulary).set_index("fate")["count"].to_dict(),
+        "metrics": metric_ranks(later, window).set_index("metric").share.round(4).to_dict(),
+        "cost": _costs(tokens),
+    }
+
+
+def verified(tokens: pd.DataFrame) -> pd.DataFrame:
+    """The rows of runs in published mode."""
+    return tokens[tokens["mode"] == "verified"]
+
+
+def _separations(tokens: pd.DataFrame) -> dict[str, float | None]:
+    """The smallest separation of every run in published mode, over all lengths at which there are both kinds."""
+    found = {}
+    for name, part in verified(tokens).groupby("configuration", sort=False):
+        values = separation_by_length(part).separation.dropna()
+        found[name] = round(float(values.min()), 3) if len(values) else None
+    return found
+
+
+def _flagged(tokens: pd.DataFrame) -> dict[str, int]:
+    """Failed prompts of published mode whose first fallback is at their first wrong token, and exact ones with one."""
+    counts = {"failed": 0, "flagged": 0, "false": 0}
+    for _, part in verified(tokens).sort_values("position").groupby(["configuration", "prompt"]):
+        wrong, fell = part.position[part.found_id != part.true_id], part.position[part.fallback]
+        if len(wrong):
+            counts["failed"] += 1
+            counts["flagged"] += int(len(fell) > 0 and fell.iloc[0] == wrong.iloc[0])
+        else:
+            counts["false"] += int(len(fell) > 0)
+    return counts
+
+
+def _costs(tokens: pd.DataFrame) -> dict[str, int]:
+    """Searched tokens of the published baseline by the candidates they took."""
+    part = verified(tokens)
+    part = part[(part.configuration == "baseline") & (part.steps > 0)]
+    few, everything = part.candidates <= 10, part.fallback
+    return {"few": int((few & ~everything).sum()), "all": int(everything.sum()), "of": len(part)}

@@ -15,7 +15,7 @@ from lib.files import read_json_lines
 from lib.inversion.continuous import FIRST, METRICS, MODES, STARTS, Settings
 from lib.inversion.reader import Convention
 
-CONTROLS = ("random-proxy", "lm-order", "full-scan")
+CONTROLS = ("random-proxy", "lm-order", "full-scan", "sipit")
 _RUN = {
     "steps": None,
     "candidates": None,

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from lib import config, models, paths
 from lib.collection import writers
 from lib.files import locked
-from lib.inversion import channels, continuous, diagnostics, sipit
+from lib.inversion import analysis, channels, continuous, diagnostics, sipit
 from lib.inversion.reader import InversionError, Reader
 from lib.inversion.settings import LEAST_TOKENS, InversionRun, Prompt, Run, Study, checksum, prompts
 from lib.results import MissingResult, Result, ResultError, differences, provenance, read_result, reusable, write_result
@@ -191,6 +191,7 @@ class Inversion:
         """One prompt of a control."""
         reader, states = self.reader(run.convention), self.released(run)[number : number + 1]
         searches: dict[str, Callable] = {
+            "sipit": lambda: sipit.sipit(reader, states),
             "full-scan": lambda: sipit.full_scan(reader, states),
             "lm-order": lambda: sipit.lm_order(reader, states),
             "random-proxy": lambda: sipit.random_proxy(reader, states, run.candidates, run.metric, seed=number),
@@ -323,8 +324,10 @@ def collect(study: Study) -> Result:
         time.perf_counter() - started,
         computed_in=computed,
     )
-    values = {"runs": {run.name: run.units for run in study.runs}, "classes": len(inversion_classes(inversion))}
-    values["vocabulary"] = len(inversion.backbone.tokenizer)
+    vocabulary = len(inversion.backbone.tokenizer)
+    values = analysis.summary(tables["prompts.parquet"], tables["tokens.parquet"], vocabulary)
+    values |= {"runs": {run.name: run.units for run in study.runs}, "vocabulary": vocabulary}
+    values["duplicate_rows"] = len(inversion_classes(inversion))
     (inversion.folder / "result.json").unlink(
         missing_ok=True
     )  # none of the two, old or new, until all tables are there
@@ -445,9 +448,30 @@ def find(params: InversionRun) -> Result:
         return collect(params.study)
 
 
-def short(study: Study) -> pd.DataFrame:
-    """The short inversion of ``make run``: its tokens, computed or found on this machine."""
-    inversion = Inversion(study)
+@dataclasses.dataclass(frozen=True)
+class Short:
+    """The short inversion of the main job: its tokens, true and found texts by prompt, and what was done, in words."""
+
+    tokens: pd.DataFrame
+    true: dict[str, str]
+    found: dict[str, str]
+    what: str
+    seconds: float
+    tolerance: float
+
+
+def short(study: Study) -> Short:
+    """Invert a handful of prompts, or find them inverted on this machine."""
+    inversion, run = Inversion(study), study.short
     with locked(inversion.folder), threads(config.load_scale(study.scale).threads):
-        inversion.compute(study.short)
-        return described(inversion, inversion.table(study.short, "tokens.parquet"))
+        inversion.compute(run)
+        tokens = described(inversion, inversion.table(run, "tokens.parquet"))
+    decode = inversion.backbone.tokenizer.decode
+    ordered = tokens.sort_values("position").groupby("prompt", sort=False)
+    spelled = {name: {key: decode(part[name].tolist()) for key, part in ordered} for name in ("true_id", "found_id")}
+    what = (
+        f"The first {run.tokens} tokens of {run.prompts} prompts, from states of {study.model} ({run.convention}) by "
+        f"continuous search: K = {run.steps}, C = {run.candidates}, started from {run.start}."
+    )
+    seconds = [inversion.finished(run, number).content["provenance"]["seconds"] for number in range(run.units)]
+    return Short(tokens, spelled["true_id"], spelled["found_id"], what, sum(seconds), run.search(1).tolerance)
