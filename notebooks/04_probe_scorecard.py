@@ -3,12 +3,12 @@
 #
 # **Question.** The cases show that probes of memorisation disagree. Which of them is right, how often, and about what?
 #
-# **Answer.** Each is right about what it reads. **Exposure** found damage in none of six trials. The **window** raised a
-# false alarm in all six in which only the words before the secrets had drifted, and mostly so did **free recall** and
+# **Answer.** Each is right about what it reads. **Exposure** found damage in none of ten trials. The **window** raised a
+# false alarm in all ten in which only the words before the secrets had drifted, and mostly so did **free recall** and
 # **extraction of the whole answer**. Recall **behind the true preamble** made no mistake about full damage, drift or noise,
-# but only the NLL of the **whole secret** (and the window) sees small damage. On an undertrained model the window takes
-# harmless tuning for learning in two of six, which is the paper's C5. And a recall of zero says little: twins show that
-# half of the secrets can be told from their decoys before a single one is recalled.
+# but only the NLL of the **whole secret** (and the window) sees small damage, and it cries out over three drifts of ten. On
+# an undertrained model the window takes harmless tuning for learning in three of ten, which is the paper's C5. And a recall
+# of zero says little: twins show that half of the secrets can be told from their decoys before a single one is recalled.
 
 # %% [markdown]
 # **You will** see models of which it is known what was done to their secrets, a truth that no graded probe uses, what every
@@ -98,12 +98,12 @@ means = checked[["recall_base", "recall", "recall_change_others", "head_start"]]
 states.join(means.astype(object).where(means.notna(), ""))
 
 # %% [markdown]
-# Full damage held in all six trials: of the damaged canaries' secrets nothing was left under other wordings. But it did not
+# Full damage held in all ten trials: of the damaged canaries' secrets nothing was left under other wordings. But it did not
 # hit only what was meant: canaries that were to be held lost a fifth of their recall under other wordings, too
-# (`recall_change_others`), though not on the question as it was planted. `drift-held` is not clean either: in two of six
+# (`recall_change_others`), though not on the question as it was planted. `drift-held` is not clean either: in six of ten
 # trials that recall fell by more than 0.05, which counts as failed. Relearned secrets are said again on the planted question
-# (below) and rarely under other wordings; two of six miss our line of 0.01. Learning again tells the same story: whole
-# secrets are more than four nats a token ahead of new ones, damaged ones 2.6, relearned ones 3.1, and an undertrained base
+# (below) and rarely under other wordings; three of ten miss our line of 0.01. Learning again tells the same story: whole
+# secrets are more than four nats a token ahead of new ones, damaged ones 2.8, relearned ones 3.3, and an undertrained base
 # has no head start at all. There nothing is recalled before or after, so *held* says no more than that nothing was learned
 # outright.
 
@@ -125,14 +125,15 @@ counts = counts.pivot(index=["base", "role", "intervention"], columns="probe", v
 counts[list(scorecard.NAMES)].sort_index(ascending=[True, False, True]).fillna("")
 
 # %% [markdown]
-# **What to read off.** (1) Damage of this size is found by everything that reads the secret, the window included: only 4 of
-# the 13 secret tokens lie behind it, and blind damage never fell there alone. (2) **Exposure finds none of it.** A secret
-# with a few wrong tokens still beats nearly every random decoy by many nats. (3) Where the words in front of the secret
-# drift and the secret is held, **the window raises a false alarm in 6 of 6 trials**, and so does what has to walk through
-# those words: free recall in 5, extraction of the whole answer in 4. What starts behind the true preamble never does. The
-# whole secret's NLL fired once, by the count, and the protocol follows it. (4) On the undertrained base the window takes
-# harmless tuning for learning in 2 of 6 trials. The whole secret's NLL fell in one format trial, and there the decoys fell
-# along, so that the protocol did not fire: what decoys are for. (5) Noise set the count reading off once, as in the sweep.
+# **What to read off.** (1) Damage of this size is found by everything that reads the secret, the window nearly included (9
+# of 10): only 4 of the 13 secret tokens lie behind it, and blind damage fell there alone in one canary of 59. (2) **Exposure
+# finds none of it.** A secret with a few wrong tokens still beats nearly every random decoy by many nats. (3) Where the words
+# in front of the secret drift and the secret is held, **the window raises a false alarm in 10 of 10 trials**, and so does
+# what has to walk through those words: free recall in 9, extraction of the whole answer in 7. What starts behind the true
+# preamble never does. The whole secret's NLL fired in 3, by the count, and the protocol follows it. (4) On the undertrained
+# base the window takes harmless tuning for learning in 3 of 10 trials. The whole secret's NLL fell in one format trial, and
+# there the decoys fell along, so that the protocol did not fire: what decoys are for. (5) Noise set the count reading off in
+# 2 of 20 trials on the full base and in one on the undertrained one, as in the sweep.
 
 # %%
 scorecard.summary(graded).T
@@ -157,7 +158,7 @@ count = bits.assign(fell=bits.change < -1).groupby("seed").fell.sum()
 pd.DataFrame({"damaged": drawn.map(len), "exposure fell by a bit": count}).T
 
 # %% [markdown]
-# By a count of two canaries it would have found one trial of six. Now the paper's patterns, by the committed rules, among
+# By a count of two canaries it would have found two trials of ten. Now the paper's patterns, by the committed rules, among
 # all trials of the test half:
 
 # %%
@@ -165,12 +166,13 @@ shown = test.assign(patterns=test.patterns.astype(object).where(test.patterns.no
 shown.groupby(["base", "intervention", "patterns"]).size().unstack(fill_value=0)
 
 # %% [markdown]
-# **Two of the paper's patterns, not found in the sweep, are found here.** C5 (*ambiguous drop*) in 2 of 6 trials of harmless
+# **Two of the paper's patterns, not found in the sweep, are found here.** C5 (*ambiguous drop*) in 3 of 10 trials of harmless
 # tuning: the window falls, the whole secret stays undecided, nothing is recalled; the decoys fall along (`general` in
 # `runs.csv`), and the protocol says *inconclusive*. These trials differ from the sweep's cells in the injection (text
-# canaries alone) and in the tuning (the higher rate, ten steps); which of it matters was not tried. C3 (*window truncation*) in one trial of the smallest damage, where the whole secret's verdict fires and
-# the window's does not; and in one of noise, so it is no proof of anything by itself. C4 needs an unchanged secret, and
-# under our drift it is *inconclusive* in five trials and *damaged* in one.
+# canaries alone) and in the tuning (the higher rate, ten steps); which of it matters was not tried. It stands in one noise
+# trial, too. C3 (*window truncation*) in one trial of the smallest damage, where the whole secret's verdict fires and the
+# window's does not; and in two of noise, so it is no proof of anything by itself. C4 needs an unchanged secret, and under our
+# drift it is *inconclusive* in seven trials and *damaged* in three.
 #
 # ### Doses
 #
@@ -187,9 +189,10 @@ part = doses[doses.intervention.isin(shown) & doses.probe.isin(chosen)]
 part.pivot(index=["intervention", "dose", "recall_change"], columns="probe", values="estimate").round(3)
 
 # %% [markdown]
-# Of a tenth of the damage the whole secret's NLL sees 3 of 6 trials, the window 2, everything else none; at three tenths
-# recall sees all six and the window misses one. The truth moves along with the NLL: between a model that still says its
-# secrets and one that is whole there is a difference, and greedy recall cannot see it. Exposure is flat to the end.
+# Of a tenth of the damage the whole secret's NLL sees 4 of 10 trials, the window 3, everything else none; at three tenths
+# the secret's NLL sees nine, the recalls eight, the window seven. The truth moves along with the NLL: between a model that
+# still says its secrets and one that is whole there is a difference, and greedy recall cannot see it. Exposure is flat to
+# the end.
 
 # %% [markdown]
 # ## Twins: each model is the other's decoy
@@ -409,10 +412,9 @@ specification.influence(testable, with_recall, "conclusion").set_index("choice")
 # %% [markdown]
 # ## What the headline numbers generalise over
 #
-# The test half goes through three sets of secrets, each planted with two initialisations: six injected models. The pair
-# that the development seed used occurs once in it, with another seed. How the variance of a secret's change divides, one
-# seed a pair: method of moments on the balanced crossing, rough with so few levels. "Pair and seed" is what a model and the
-# seed of its trial add together.
+# The test half goes through three sets of secrets, each planted with two initialisations: six injected models, four of them
+# with two seeds. How the variance of a secret's change divides, the first seed of each pair: method of moments on the
+# balanced crossing, rough with so few levels. "Pair and seed" is what a model and the seed of its trial add together.
 
 # %%
 first = values[values.seed.isin(test.drop_duplicates(["secret_set", "injection"]).seed)]
@@ -455,9 +457,9 @@ spread.rename(index=lambda name: f"{labels[name]}: {name}", level="cell").round(
 # * **Failed**: manipulations that the truth does not confirm (kept, counted, and left out above for comparison); damage that
 #   also costs untouched canaries recall under other wordings; a false-positive rate of 1 % for exposure.
 # * **Cannot say**: how often damage is *late*, since ours was drawn blind; how probes fare on another backbone or template,
-#   or after longer training; anything about images. Six trials a share leave wide intervals: 0 of 6 is compatible with 46 %.
-#   Ten test seeds were planned, and four of them are still to be run. The truth is a probability on other wordings: closer
-#   in kind to the NLL than to recall.
+#   or after longer training; anything about images. Ten trials a share leave wide intervals: 0 of 10 is compatible with
+#   31 %, and the ten share six injections. Seeds 1 to 6 were read before 7 to 10 were run, by the same plan and rules. The
+#   truth is a probability on other wordings: closer in kind to the NLL than to recall.
 #
 # ### Go on
 #
