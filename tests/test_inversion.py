@@ -102,7 +102,7 @@ def test_the_batched_method_is_the_slow_one(name, start):
     settings = Settings(steps=40, candidates=20, tolerance=1e-6, start=start)
     found = continuous.invert(reader, states, settings)
     for prompt in range(len(ids)):
-        starts = [continuous.starts(reader, settings, [prompt], ids[:1, :t])[0] for t in range(ids.shape[1])]
+        starts = [begin(reader, settings, [prompt], ids[prompt : prompt + 1], t)[0] for t in range(ids.shape[1])]
         committed, fallbacks, tried = slow_invert(reader, states[prompt], settings, starts)
         part = found.tokens[found.tokens.prompt == prompt]
         until = (
@@ -111,6 +111,11 @@ def test_the_batched_method_is_the_slow_one(name, start):
         assert part.found_id.tolist()[:until] == committed[:until]
         assert part.fallback.tolist()[:until] == fallbacks[:until]
         assert part.candidates.tolist()[:until] == tried[:until]
+
+
+def begin(reader, settings, keys, ids, position):
+    """Where rows start at a position behind their true prefixes."""
+    return continuous.starts(reader, [settings] * len(keys), keys, ids, torch.full((len(keys),), position))
 
 
 def test_a_prompt_is_inverted_alike_alone_and_in_a_batch():
@@ -128,9 +133,9 @@ def test_a_prompt_is_inverted_alike_alone_and_in_a_batch():
 @pytest.mark.parametrize("name", NAMES)
 def test_the_prior_start_is_the_mean_row_under_the_models_own_probabilities(name):
     reader, ids, _ = made(name, tokens=3)
-    first = continuous.starts(reader, Settings(start="prior"), [0, 1], ids[:, :0])
+    first = begin(reader, Settings(start="prior"), [0, 1], ids, 0)
     torch.testing.assert_close(first, reader.embedding.mean(0).expand(2, -1))
-    later = continuous.starts(reader, Settings(start="prior"), [0, 1], ids)
+    later = begin(reader, Settings(start="prior"), [0, 1], ids, 3)
     probabilities = reader.backbone.model(input_ids=ids).logits[:, -1].softmax(-1)
     torch.testing.assert_close(later, probabilities @ reader.embedding)
 
@@ -139,9 +144,65 @@ def test_rows_retire_when_they_have_converged():
     reader, ids, states = made("tiny-gpt2", prompts=2, tokens=1)
     settings = Settings(steps=30, tolerance=1e-4, candidates=5)
     at_goal = torch.stack([reader.embedding[ids[0, 0]], torch.zeros(reader.width, dtype=torch.float64)])
-    found = continuous.drive(reader, empty(), states[:, 0], at_goal, settings)
+    found = continuous.drive(reader, empty(), states[:, 0], at_goal, [settings] * 2)
     assert found.steps.tolist()[0] == 0 and found.steps.tolist()[1] > 0
     torch.testing.assert_close(found.proxies[0], at_goal[0], atol=0, rtol=0)
+
+
+def test_the_descent_is_torchs_adam_with_a_cosine_rate():
+    reader, ids, states = made("tiny-llama", prompts=2, tokens=3)
+    settings = Settings(steps=12, candidates=5)
+    start = begin(reader, Settings(start="random"), [0, 1], ids, 2)
+    found = continuous.drive(reader, reader.read(ids[:, :2]), states[:, 2], start, [settings] * 2)
+    proxies = start.clone().requires_grad_(True)
+    adam = torch.optim.Adam([proxies], lr=settings.learning_rate, weight_decay=settings.weight_decay)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, T_max=settings.steps)
+    for _ in range(settings.steps):
+        loss = (reader.proxies(proxies, reader.read(ids[:, :2])) - states[:, 2]).square().mean(-1)
+        (gradient,) = torch.autograd.grad(loss.sum(), proxies)
+        proxies.grad = gradient * (settings.clip / (gradient.norm(dim=-1, keepdim=True) + 1e-6)).clamp(max=1)
+        adam.step()
+        schedule.step()
+    torch.testing.assert_close(found.proxies, proxies.detach(), atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_positions_and_settings_side_by_side_are_searched_as_they_are_alone(name):
+    reader, ids, states = made(name, prompts=2, tokens=4)
+    rows = [(0, 1, 6, "zeros"), (1, 3, 9, "prior"), (0, 2, 6, "random"), (1, 0, 4, "mean")]
+    settings = [Settings(steps=k, candidates=7, start=start, mode="reference") for _, _, k, start in rows]
+    lengths = torch.tensor([position for _, position, _, _ in rows])
+    prompts = [prompt for prompt, *_ in rows]
+    targets, true = states[prompts, lengths], ids[prompts, lengths]
+    _, together, _ = continuous.search(reader, ids[prompts, :3], targets, settings, prompts, true, lengths)
+    for i, (prompt, position, steps, _) in enumerate(rows):
+        prefix = ids[[prompt], :position]
+        _, alone, _ = continuous.search(reader, prefix, targets[i : i + 1], [settings[i]], [prompt], true[i : i + 1])
+        assert together.steps[i] == steps and together.position[i] == position
+        own = together[i : i + 1].reset_index(drop=True).drop(columns="prompt")
+        pd.testing.assert_frame_equal(own, alone.drop(columns="prompt"), rtol=1e-6, atol=1e-12)
+
+
+def test_settings_side_by_side_may_differ_in_steps_candidates_and_start_alone():
+    reader, _, states = made("tiny-gpt2")
+    with pytest.raises(InversionError, match="got 2 of 2 kinds for 2 rows"):
+        continuous.invert(reader, states, [Settings(candidates=5), Settings(candidates=5, metric="l2")])
+    with pytest.raises(InversionError, match="got 1 of 1 kinds for 2 rows"):
+        continuous.invert(reader, states, [Settings(candidates=5)])
+
+
+def test_the_first_token_is_looked_up_where_no_gradient_reaches_it():
+    reader, ids, states = made("tiny-llama", Convention(), prompts=3, tokens=2)
+    found = continuous.invert(reader, states, Settings(steps=5, candidates=5, first="table"), ids)
+    first = found.tokens[found.tokens.position == 0]
+    assert (first.found_id == first.true_id).all() and (first.steps == 0).all() and not first.fallback.any()
+    assert (found.tokens[found.tokens.position == 1].steps > 0).all()
+
+
+def test_a_proxy_that_is_no_number_ranks_nothing():
+    reader, ids, _ = made("tiny-llama")
+    with pytest.raises(InversionError, match="got NaN or infinity"):
+        continuous.ranks(reader, torch.full((1, reader.width), torch.nan), ids[0, :1], "l1")
 
 
 def test_the_reference_mode_keeps_a_true_prefix_and_says_what_it_would_have_found():

@@ -24,7 +24,7 @@ SMOKE = settings.load("smoke")
 
 def test_the_papers_configurations_are_run_with_the_papers_steps_and_candidates():
     for scale in ("laptop", "paper"):
-        runs = {run.name: run for run in settings.load(scale).runs}
+        runs = {one.name: one for run in settings.load(scale).runs for one in run.variants()}
         found = {name: (runs[name].steps, runs[name].candidates) for name in ("fast", "baseline", "high accuracy")}
         assert found == {"fast": (600, 100), "baseline": (1000, 2000), "high accuracy": (2000, 10000)}
         assert all(runs[name].start == "zeros" and runs[name].prompts >= 12 for name in found)
@@ -77,6 +77,8 @@ def test_documents_of_a_data_set_are_streamed_in_order_and_short_ones_passed_ove
         ({"mode": "blind"}, "candidates is 100; mode blind needs none"),
         ({"start": "zero"}, "start is 'zero', expected one of zeros"),
         ({"first": "scan"}, "first is 'scan'"),
+        ({"configurations": {"a": {"layer": 3}}}, "configuration 'a' is {'layer': 3}, expected some of steps"),
+        ({"configurations": {"a": {"start": "here"}}}, "start is 'here'"),
         ({"stepz": 3}, "unknown parameter 'stepz'"),
         ({"channels": ["3-bits"]}, "channel: got '3-bits'"),
         ({"channels": ["gaussian x"]}, "channel: got 'gaussian x'"),
@@ -84,7 +86,8 @@ def test_documents_of_a_data_set_are_streamed_in_order_and_short_ones_passed_ove
 )
 def test_a_run_that_cannot_be_run_is_refused(tmp_path, change, message):
     values = yaml.safe_load((paths.PARAMS / "inversion.yaml").read_text())
-    values["scales"]["smoke"]["runs"]["verified"] |= change
+    run = {"mode": "verified", "steps": 30, "candidates": 100, "prompts": 2} | change
+    values["scales"]["smoke"]["runs"]["one"] = run
     (tmp_path / "inversion.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises((ConfigError, InversionError), match=message):
         settings.load("smoke", path=tmp_path / "inversion.yaml")
@@ -108,7 +111,7 @@ def tokens(rows):
     fixed = {"configuration": "r", "layer": "last", "channel": "clean", "mode": "reference", "steps": 5}
     table = table.assign(**fixed, category="content word", start="zeros")
     table["fallback"] = table.accepted_id < 0
-    return table
+    return table.assign(candidates=200)
 
 
 REFERENCE = tokens(
@@ -132,6 +135,7 @@ def test_one_run_with_the_true_prefix_gives_every_window():
     exact = analysis.exact_by_length(REFERENCE, 100)
     assert exact.exact.tolist() == [2, 1, 1] and exact.of.tolist() == [2, 2, 2]
     assert analysis.exact_by_length(REFERENCE, 1).exact.tolist() == [1, 0, 0]
+    assert analysis.recovered(REFERENCE, 901).tolist() == [True, True, True, True, False, True]  # the last by its rank
 
 
 def test_published_mode_agrees_with_what_the_true_prefix_run_says_of_it():
@@ -150,6 +154,7 @@ def own_tokens(inversion, run):
     from lib.inversion import continuous
 
     reader, ids = inversion.reader(run.convention), inversion.ids(run)
+    run = run.variants()[0]
     found = continuous.invert(reader, reader.states(ids), run.search(1000), ids)
     return found.tokens.assign(configuration=run.name, layer="last", channel="clean", mode=run.mode)
 
@@ -187,6 +192,7 @@ def test_the_error_model_finds_what_errors_were_drawn_from():
     chance = 1 / (1 + np.exp(-(np.log(3) * (table.category == "function word") - 1 + 0.5 * table.neighbour_distance)))
     failed = rng.random(rows) < chance
     table = table.assign(true_id=1, accepted_id=np.where(failed, -1, 1), rank_final=np.where(failed, 99, 0))
+    table = table.assign(fallback=failed, candidates=99)
     found = analysis.error_model(table, 10).set_index("term")
     assert found.low["function word"] < 3 < found.high["function word"] and found.p["function word"] < 1e-6
     assert found.low["distance to neighbours"] < np.exp(0.5) < found.high["distance to neighbours"]
@@ -233,7 +239,8 @@ def test_the_tables_keep_their_columns(smoke_study):
     assert set(f"{contract} candidates category".split()) <= set(found.columns)
     expected = {"prompt", "method", "configuration", "position", "step", "loss", "rank"}
     assert expected <= set(smoke_study.table("trace.parquet").columns)
-    sizes = {run.name: run.prompts * run.tokens * len(run.channels) for run in SMOKE.runs}
+    variants = [one for run in SMOKE.runs for one in run.variants()]
+    sizes = {one.name: one.prompts * one.tokens * len(one.channels) for one in variants}
     assert found.groupby("configuration").size().to_dict() == sizes
     assert not found.duplicated(["configuration", "channel", "prompt", "position"]).any()
 
@@ -250,12 +257,12 @@ def test_exact_searches_are_exact_and_right_tokens_have_no_loss(smoke_study):
 
 def test_what_is_finished_is_used_again_and_what_is_missing_computed(smoke_study):
     inversion = study.Inversion(SMOKE)
-    run = next(run for run in SMOKE.runs if run.name == "verified")
+    run = next(run for run in SMOKE.runs if run.name == "published")
     last = inversion.unit_folder(run, run.units - 1)
     before = {path: path.stat().st_mtime_ns for path in inversion.folder.glob("runs/*/*/result.json")}
     old = smoke_study.table("tokens.parquet")
     (last / "result.json").unlink()
-    with pytest.raises(ResultError, match=r"units of the inversion study are missing: verified \(1\)"):
+    with pytest.raises(ResultError, match=r"units of the inversion study are missing: published \(1\)"):
         study.collect(SMOKE)
     study.run_study(SMOKE)
     after = {path: path.stat().st_mtime_ns for path in before}

@@ -27,9 +27,12 @@ def wilson(k: int, n: int) -> tuple[float, float]:
 def recovered(tokens: pd.DataFrame, candidates: int) -> pd.Series:
     """Whether each position of reference-commit runs would be recovered with C ``candidates``.
 
-    So it is when the true token's rank is below C and no nearer candidate is within the tolerance.
+    So it is when the true token's rank is below C and no nearer candidate is within the tolerance. Ranks beyond those
+    that the run verified are taken at their word.
     """
-    return ((tokens.rank_final < candidates) & (tokens.accepted_id == tokens.true_id)).astype(bool)
+    unverified = tokens.fallback & (tokens.rank_final >= tokens.candidates)
+    right = (tokens.accepted_id == tokens.true_id) | unverified
+    return ((tokens.rank_final < candidates) & right).astype(bool)
 
 
 def grid(tokens: pd.DataFrame, windows: list[int]) -> pd.DataFrame:

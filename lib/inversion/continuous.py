@@ -8,7 +8,7 @@ together.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
@@ -24,6 +24,7 @@ MODES = ("verified", "blind", "reference")
 FIRST = ("search", "table")
 NO_TRACE = pd.DataFrame(columns=["prompt", "position", "step", "loss", "rank"])
 ROWS = 8  # proxies whose distances to the whole vocabulary are held at once
+BETAS, EPSILON = (0.9, 0.999), 1e-8  # of Adam, as torch has them
 GROWTH = (1, 8, 64, 256)  # candidates verified at a time, the last size repeated
 
 
@@ -118,13 +119,14 @@ def check_states(reader: Reader, states: Tensor) -> None:
 def invert(
     reader: Reader,
     states: Tensor,
-    settings: Settings = Settings(),
+    settings: Settings | Sequence[Settings] = Settings(),
     reference: Tensor | None = None,
     keys: Sequence[int] | None = None,
 ) -> Inverted:
     """Invert states [n, T, d] of n prompts of equal length.
 
     Args:
+        settings: for all, or one a prompt; these may differ in steps, candidates and start.
         reference: true ids [n, T]; used for the log of ranks, and to commit in the mode ``reference``. The search
             itself never reads it.
         keys: a number a prompt that its random starts are drawn by, so that a prompt starts alike in any batch.
@@ -134,10 +136,10 @@ def invert(
     """
     states = states.to(reader.device)
     check_states(reader, states)
-    settings.check(len(reader.embedding))
-    if settings.mode == "reference" and reference is None:
-        raise InversionError("mode: got 'reference' without the true ids to commit")
     n, count, _ = states.shape
+    settings = each(settings, n, len(reader.embedding))
+    if settings[0].mode == "reference" and reference is None:
+        raise InversionError("mode: got 'reference' without the true ids to commit")
     keys = list(range(n)) if keys is None else list(keys)
     prefix, tables, traces = torch.empty((n, 0), dtype=torch.long, device=reader.device), [], []
     for position in range(count):
@@ -152,22 +154,49 @@ def invert(
     return Inverted(prefix, tokens, pd.concat(logged, ignore_index=True) if logged else NO_TRACE)
 
 
+def each(settings: Settings | Sequence[Settings], n: int, vocabulary: int) -> list[Settings]:
+    """Settings of each of n rows, checked.
+
+    Raises:
+        InversionError: see :meth:`Settings.check`; or the rows differ in more than steps, candidates and start.
+    """
+    rows = [settings] * n if isinstance(settings, Settings) else list(settings)
+    alike = {replace(one, steps=1, candidates=1, start="zeros") for one in rows}
+    if len(rows) != n or len(alike) > 1:
+        raise InversionError(
+            f"settings: got {len(rows)} of {len(alike)} kinds for {n} rows, expected one a row, which differ in steps, "
+            "candidates and start alone"
+        )
+    for one in set(rows):
+        one.check(vocabulary)
+    return rows
+
+
 def search(
-    reader: Reader, prefix: Tensor, targets: Tensor, settings: Settings, keys: Sequence[int], true: Tensor | None = None
+    reader: Reader,
+    prefix: Tensor,
+    targets: Tensor,
+    settings: Sequence[Settings],
+    keys: Sequence[int],
+    true: Tensor | None = None,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, pd.DataFrame, pd.DataFrame]:
     """One position of n prompts: what is committed behind the ids ``prefix`` [n, t] for the states ``targets`` [n, d].
+
+    ``lengths`` [n] says how many ids of each row's prefix stand before its position (None: all), so that different
+    positions of prompts whose prefixes are known advance together.
 
     Returns:
         The ids [n], and the rows of :class:`Inverted`'s tokens (but the cumulative loss) and trace.
     """
-    position = prefix.shape[1]
-    if position == 0 and settings.first == "table":
-        return _look_up(reader, targets, settings, true)
+    if lengths is None and prefix.shape[1] == 0 and settings[0].first == "table":
+        return _look_up(reader, targets, settings[0], true)
     cache = reader.read(prefix)
-    found = drive(reader, cache, targets, starts(reader, settings, keys, prefix), settings, true)
-    committed, table = _commit(reader, cache, targets, found, settings, true)
-    table.insert(1, "position", position)
-    return committed, table, found.trace.assign(position=position)
+    places = torch.full((len(prefix),), prefix.shape[1]) if lengths is None else lengths
+    found = drive(reader, cache, targets, starts(reader, settings, keys, prefix, places), settings, true, lengths)
+    committed, table = _commit(reader, cache, targets, found, settings, true, places)
+    table.insert(1, "position", places.tolist())
+    return committed, table, found.trace.assign(position=places.numpy()[found.trace.prompt.to_numpy(dtype=int)])
 
 
 def _look_up(
@@ -193,17 +222,19 @@ def _look_up(
     return torch.stack(ids), pd.DataFrame(rows), NO_TRACE
 
 
-def starts(reader: Reader, settings: Settings, keys: Sequence[int], prefix: Tensor) -> Tensor:
-    """Where proxies start [n, d]; see :class:`Settings`."""
-    if settings.start == "zeros":
-        return torch.zeros(len(keys), reader.width, device=reader.device, dtype=reader.embedding.dtype)
-    if settings.start == "mean":
-        return reader.embedding.mean(0).expand(len(keys), -1).clone()
-    if settings.start == "prior":
-        return reader.next_probabilities(prefix) @ reader.embedding
-    position = prefix.shape[1]
-    picks = [np.random.default_rng([settings.seed, key, position]).integers(len(reader.embedding)) for key in keys]
-    return reader.embedding[picks].clone()
+def starts(reader: Reader, settings: Sequence[Settings], keys: Sequence[int], prefix: Tensor, places: Tensor) -> Tensor:
+    """Where proxies start [n, d]; see :class:`Settings`. ``places`` [n] are the rows' positions behind ``prefix``."""
+    found = torch.zeros(len(settings), reader.width, device=reader.device, dtype=reader.embedding.dtype)
+    for i, (one, key, place) in enumerate(zip(settings, keys, places.tolist(), strict=True)):
+        if one.start == "mean":
+            found[i] = reader.embedding.mean(0)
+        elif one.start == "random":
+            found[i] = reader.embedding[np.random.default_rng([one.seed, key, place]).integers(len(reader.embedding))]
+    prior = torch.tensor([one.start == "prior" for one in settings])
+    for place in places[prior].unique().tolist():
+        rows = (prior & (places == place)).to(prefix.device)
+        found[rows] = reader.next_probabilities(prefix[rows, :place]) @ reader.embedding
+    return found
 
 
 @dataclass(frozen=True)
@@ -221,65 +252,73 @@ def drive(
     cache,
     targets: Tensor,
     starts: Tensor,
-    settings: Settings,
+    settings: Sequence[Settings],
     true: Tensor | None = None,
+    lengths: Tensor | None = None,
     watch: Callable[[int, Tensor, Tensor], None] | None = None,
 ) -> Driven:
-    """Adam on one proxy a prompt; a row that comes within the tolerance retires, and the rest go on without it.
+    """Adam on one proxy a row; a row that comes within the tolerance, or to its last step, retires.
 
-    The gradient of every row is clipped by itself, so rows never touch each other. ``watch(step, alive, proxies)`` is
-    called before every step with the rows that are left and their proxies.
+    The gradient of every row is clipped by itself, so rows never touch each other. ``lengths`` as in :func:`search`.
+    ``watch(step, alive, proxies)`` is called before every step with the rows that are left and their proxies.
+
+    Raises:
+        InversionError: a gradient that the precision cannot hold.
     """
-    n = len(targets)
+    n, shared = len(targets), settings[0]
+    limits = torch.tensor([one.steps for one in settings], device=reader.device)
     final, losses = starts.clone(), torch.full((n,), torch.nan, device=reader.device, dtype=starts.dtype)
     taken = torch.zeros(n, dtype=torch.long, device=reader.device)
     alive = torch.arange(n, device=reader.device)
-    proxies = starts.clone().requires_grad_(True)
-    optimizer = _adam(proxies, settings)
-    behind, trace = cache, []
-    for step in range(settings.steps + 1):
-        loss = (reader.proxies(proxies, behind) - targets[alive]).square().mean(-1)
-        final[alive], losses[alive], taken[alive] = proxies.detach(), loss.detach(), step
-        last = step == settings.steps
-        if watch is not None:
-            watch(step, alive, proxies.detach())
-        if true is not None and (step % settings.log_every == 0 or last):
-            trace += _noted(reader, proxies.detach(), true[alive], alive, step, loss, settings)
-        going = loss.detach() >= settings.tolerance
-        if last or not going.any():
-            break
+    proxies, behind, trace = starts.clone(), cache, []
+    adam = _Adam(torch.zeros_like(starts), torch.zeros_like(starts))
+    for step in range(int(limits.max()) + 1):
+        proxies.requires_grad_(True)
+        before = None if lengths is None else lengths[alive.cpu()]
+        loss = (reader.proxies(proxies, behind, before) - targets[alive]).square().mean(-1)
         (gradient,) = torch.autograd.grad(loss.sum(), proxies)
-        if not torch.isfinite(gradient.norm(dim=-1)).all():
+        proxies, loss = proxies.detach(), loss.detach()
+        final[alive], losses[alive], taken[alive] = proxies, loss, step
+        going = (loss >= shared.tolerance) & (step < limits[alive])
+        if watch is not None:
+            watch(step, alive, proxies)
+        if true is not None:
+            logged = torch.ones_like(going) if step % shared.log_every == 0 else step == limits[alive]
+            trace += _noted(reader, proxies[logged], true[alive][logged], alive[logged], step, loss[logged], shared)
+        if not going.any():
+            break
+        if not going.all():
+            proxies, gradient, adam = proxies[going], gradient[going], adam.of(going)
+            alive, behind = alive[going], view(cache, alive[going])
+        norm = gradient.norm(dim=-1, keepdim=True)
+        if not torch.isfinite(norm).all():
             raise InversionError(
                 f"{reader.backbone.name}: the gradient at step {step} is beyond {gradient.dtype}, as it is at a zero "
                 "proxy behind RMSNorm layers: start elsewhere (prior, random) or look the first token up (first: table)"
             )
-        if not going.all():
-            proxies, optimizer, gradient = _retired(proxies, optimizer, gradient, going, settings)
-            alive, behind = alive[going], view(cache, alive[going])
-        for group in optimizer.param_groups:  # cosine from the full rate to zero at K
-            group["lr"] = settings.learning_rate * 0.5 * (1 + np.cos(np.pi * step / settings.steps))
-        norm = gradient.norm(dim=-1, keepdim=True)
-        proxies.grad = gradient * (settings.clip / (norm + 1e-6)).clamp(max=1.0)
-        optimizer.step()
+        clipped = gradient * (shared.clip / (norm + 1e-6)).clamp(max=1.0)
+        rates = shared.learning_rate * 0.5 * (1 + torch.cos(torch.pi * step / limits[alive].double()))  # to zero at K
+        proxies = adam.step(proxies, clipped + shared.weight_decay * proxies, rates[:, None].to(proxies), step + 1)
     columns = ["prompt", "step", "loss", "rank"]
     return Driven(final, losses, taken, pd.DataFrame(trace, columns=columns))
 
 
-def _adam(proxies: Tensor, settings: Settings) -> torch.optim.Adam:
-    return torch.optim.Adam([proxies], lr=settings.learning_rate, weight_decay=settings.weight_decay)
+@dataclass
+class _Adam:
+    """Moments [m, d] of the rows that are left: Adam as torch has it, with a learning rate a row."""
 
+    mean: Tensor
+    square: Tensor
 
-def _retired(
-    proxies: Tensor, optimizer: torch.optim.Adam, gradient: Tensor, going: Tensor, settings: Settings
-) -> tuple[Tensor, torch.optim.Adam, Tensor]:
-    """The rows that go on, with their own moments."""
-    kept = proxies.detach()[going].clone().requires_grad_(True)
-    fresh, state = _adam(kept, settings), optimizer.state.get(proxies, {})
-    if state:
-        moments = {name: state[name][going].clone() for name in ("exp_avg", "exp_avg_sq")}
-        fresh.state[kept] = {"step": state["step"].clone()} | moments
-    return kept, fresh, gradient[going]
+    def of(self, rows: Tensor) -> "_Adam":
+        return _Adam(self.mean[rows], self.square[rows])
+
+    def step(self, values: Tensor, gradient: Tensor, rates: Tensor, count: int) -> Tensor:
+        """The values after the ``count``-th step."""
+        self.mean = BETAS[0] * self.mean + (1 - BETAS[0]) * gradient
+        self.square = BETAS[1] * self.square + (1 - BETAS[1]) * gradient.square()
+        scale = (self.square / (1 - BETAS[1] ** count)).sqrt() + EPSILON
+        return values - rates * (self.mean / (1 - BETAS[0] ** count)) / scale
 
 
 def distances(reader: Reader, proxies: Tensor, metric: str) -> Tensor:
@@ -294,7 +333,9 @@ def distances(reader: Reader, proxies: Tensor, metric: str) -> Tensor:
 
 def ranks(reader: Reader, proxies: Tensor, true: Tensor, metric: str) -> Tensor:
     """Rank [m] of the true ids among the vocabulary: how many rows are nearer."""
-    found = []
+    found = [true[:0]]
+    if not torch.isfinite(proxies).all():
+        raise InversionError("proxies: got NaN or infinity, which would rank first among the vocabulary")
     for rows, ids in zip(proxies.split(ROWS), true.split(ROWS), strict=True):
         far = distances(reader, rows, metric)
         found.append((far < far.gather(1, ids[:, None])).sum(-1))
@@ -307,23 +348,29 @@ def _noted(reader, proxies, true, alive, step, loss, settings) -> list[tuple[int
 
 
 def _commit(
-    reader: Reader, cache, targets: Tensor, found: Driven, settings: Settings, true: Tensor | None
+    reader: Reader,
+    cache,
+    targets: Tensor,
+    found: Driven,
+    settings: Sequence[Settings],
+    true: Tensor | None,
+    places: Tensor,
 ) -> tuple[Tensor, pd.DataFrame]:
-    """The committed id of every prompt [n], and its row of the table."""
+    """The committed id of every row [n], and its row of the table."""
     ids, rows = [], []
-    for i in range(len(targets)):
-        far = distances(reader, found.proxies[i : i + 1], settings.metric)[0]
-        ranked = {} if true is None else _all_ranks(reader, found.proxies[i], far, int(true[i]), settings.metric)
-        order = far.topk(settings.candidates, largest=False).indices
-        behind = view(cache, [i])
-        if settings.mode == "blind":
+    for i, (one, place) in enumerate(zip(settings, places.tolist(), strict=True)):
+        far = distances(reader, found.proxies[i : i + 1], one.metric)[0]
+        ranked = {} if true is None else _all_ranks(reader, found.proxies[i], far, int(true[i]), one.metric)
+        order = far.topk(one.candidates, largest=False).indices
+        behind = view(cache, [i], place)
+        if one.mode == "blind":
             chosen, verified, accepted = order[0], 0, True
-        elif settings.mode == "reference" and ranked["rank_final"] >= settings.candidates:
-            chosen, verified, accepted = order[0], settings.candidates, False  # none would fit: counted, not tried
+        elif one.mode == "reference" and ranked["rank_final"] >= one.candidates:
+            chosen, verified, accepted = order[0], one.candidates, False  # none would fit: counted, not tried
         else:
-            chosen, verified, accepted = verify(reader, behind, targets[i], order, settings.tolerance)
+            chosen, verified, accepted = verify(reader, behind, targets[i], order, one.tolerance)
         row = {"prompt": i, "accepted_id": int(chosen) if accepted and verified else -1, "fallback": not accepted}
-        if settings.mode == "reference":
+        if one.mode == "reference":
             chosen = true[i]
         loss = float((reader.candidates(chosen[None], behind)[0] - targets[i]).square().mean())
         row |= {"found_id": int(chosen), "steps": int(found.steps[i]), "candidates": verified}

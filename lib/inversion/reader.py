@@ -85,7 +85,7 @@ class Reader:
         rows = len(self.embedding)
         if not ids.shape[1]:
             return self.embedding.new_full((len(ids), rows), 1 / rows)
-        logits = self.backbone.model(input_ids=ids, use_cache=False).logits[:, -1, :rows]
+        logits = self.backbone.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1, :rows]
         known = logits.softmax(-1)
         return torch.nn.functional.pad(known, (0, rows - known.shape[1]))  # rows that the output layer does not have
 
@@ -102,9 +102,24 @@ class Reader:
         self._step(self.model.get_input_embeddings()(ids[:, None]), longer)
         return longer
 
-    def proxies(self, embeddings: Tensor, cache: DynamicCache) -> Tensor:
-        """States [B, d] of one embedding a prompt, [B, d], behind its prefix; gradients flow to the embeddings."""
-        return self._step(embeddings[:, None], view(cache))
+    def proxies(self, embeddings: Tensor, cache: DynamicCache, lengths: Tensor | None = None) -> Tensor:
+        """States [B, d] of one embedding a prompt, [B, d], behind its prefix; gradients flow to the embeddings.
+
+        ``lengths`` [B] lets each see only so many tokens of its row of the cache, and stand right behind them.
+        """
+        if lengths is None:
+            return self._step(embeddings[:, None], view(cache))
+        lengths = lengths.to(self.device)
+        before = torch.arange(length(cache), device=self.device) < lengths[:, None]
+        mask = torch.cat([before, before.new_ones(len(before), 1)], 1)
+        output = self.model(
+            inputs_embeds=embeddings[:, None],
+            attention_mask=mask[:, None, None],
+            position_ids=lengths[:, None],
+            cache=view(cache),
+            use_cache=True,
+        )
+        return output.last_hidden_state[:, -1]
 
     @torch.no_grad()
     def candidates(self, ids: Tensor, cache: DynamicCache) -> Tensor:
@@ -188,11 +203,14 @@ def length(cache: DynamicCache) -> int:
     return cache.get_seq_length()
 
 
-def view(cache: DynamicCache, rows: Tensor | Sequence[int] | None = None) -> DynamicCache:
-    """A cache over the same tensors, or over those of some prompts: extending it leaves the given one as it was."""
+def view(cache: DynamicCache, rows: Tensor | Sequence[int] | None = None, tokens: int | None = None) -> DynamicCache:
+    """A cache over the same tensors, or over those of some prompts or first tokens: extending it leaves the given one
+    as it was."""
     copied = DynamicCache()
-    copied.layers = [copy.copy(layer) for layer in cache.layers]
-    if rows is not None:
-        for layer in copied.layers:
+    copied.layers = [copy.copy(layer) for layer in cache.layers] if tokens != 0 else []
+    for layer in copied.layers:
+        if rows is not None:
             layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+        if tokens is not None:
+            layer.keys, layer.values = layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
     return copied

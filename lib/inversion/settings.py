@@ -12,6 +12,7 @@ import yaml
 from lib import config, paths
 from lib.config import ConfigError, at_least, build
 from lib.files import read_json_lines
+from lib.inversion import channels
 from lib.inversion.continuous import FIRST, METRICS, MODES, STARTS, Settings
 from lib.inversion.reader import Convention
 
@@ -26,7 +27,9 @@ _RUN = {
     "start": "zeros",
     "first": "search",
     "metric": "l1",
+    "configurations": {},
 }
+ROWS = 128  # positions of true prefixes that advance together
 LEAST_TOKENS = 20  # of a text of a data set, as published
 
 
@@ -35,6 +38,8 @@ class Run:
     """One run: a mode with its settings on the first ``prompts`` prompts, cut to ``tokens`` tokens.
 
     ``steps`` is K (gradient modes), ``candidates`` C (where a mode has one); ``channels`` what the states go through.
+    ``configurations`` are settings side by side: a name and the steps and candidates, or the start, that it has in
+    place of the run's own. All of them and all channels advance together.
     """
 
     name: str
@@ -49,10 +54,11 @@ class Run:
     start: str = dataclasses.field()
     first: str = dataclasses.field()
     metric: str = dataclasses.field()
+    configurations: dict = dataclasses.field()
 
     @property
     def is_control(self) -> bool:
-        """Whether no gradient is used."""
+        """Whether no gradient is used, or only one prompt advances at a time."""
         return self.mode in CONTROLS
 
     @property
@@ -67,8 +73,21 @@ class Run:
 
     @property
     def units(self) -> int:
-        """Parts that are computed and kept one by one: positions, or prompts of a control."""
-        return self.prompts if self.is_control else self.tokens
+        """Parts that are computed and kept one by one: blocks of prompts where no position waits for another, else
+        positions."""
+        return -(-self.prompts // self.block) if self.block else self.tokens
+
+    @property
+    def block(self) -> int:
+        """Prompts of a unit, or 0 where a unit is a position of all prompts."""
+        if self.is_control:
+            return 1
+        return max(1, ROWS // (self.tokens * max(1, len(self.configurations)))) if self.mode == "reference" else 0
+
+    def variants(self) -> list["Run"]:
+        """The run's configurations, each as a run of its own."""
+        own = self.configurations or {self.name: {}}
+        return [dataclasses.replace(self, name=name, configurations={}, **changes) for name, changes in own.items()]
 
     def search(self, log_every: int) -> Settings:
         """The settings of its search; the blind one looks at the nearest token alone."""
@@ -151,12 +170,23 @@ def load(scale: str, overrides: dict[str, Any] | None = None, path: Path | None 
 
 
 def _run(name: str, values: Any, tokens: int, where: str) -> Run:
-    from lib.inversion import channels
-
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: run {name!r} is {values!r}, expected a mapping.")
     where = f"{where}: run {name!r}"
     run = build(Run, _RUN | {"tokens": tokens} | values | {"name": name}, where)
+    for own, changes in run.configurations.items():
+        known = ("steps", "candidates", "start")
+        if not isinstance(changes, dict) or set(changes) - set(known):
+            raise ConfigError(f"{where}: configuration {own!r} is {changes!r}, expected some of {', '.join(known)}.")
+        build(Run, _RUN | {"tokens": tokens} | values | {"name": own, "configurations": {}} | changes, where)
+    for variant in run.variants():
+        _check(variant, where)
+    for channel in run.channels:
+        channels.named(channel)
+    return run
+
+
+def _check(run: Run, where: str) -> None:
     known_values = {"mode": (*MODES, *CONTROLS), "start": STARTS, "first": FIRST, "metric": METRICS}
     for what, known in (known_values | {"norm": ("pre", "post")}).items():
         if getattr(run, what) not in known:
@@ -164,12 +194,8 @@ def _run(name: str, values: Any, tokens: int, where: str) -> Run:
     needed = {"steps": not run.is_control, "candidates": run.mode in ("reference", "verified", "random-proxy")}
     for what, wanted in needed.items():
         if wanted != (getattr(run, what) is not None):
-            raise ConfigError(
-                f"{where}: {what} is {getattr(run, what)!r}; mode {run.mode} needs {'one' if wanted else 'none'}."
-            )
-    for channel in run.channels:
-        channels.named(channel)
-    return run
+            count = "one" if wanted else "none"
+            raise ConfigError(f"{where}: {what} is {getattr(run, what)!r}; mode {run.mode} needs {count}.")
 
 
 @dataclass(frozen=True)

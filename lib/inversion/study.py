@@ -5,9 +5,9 @@ import functools
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -70,6 +70,7 @@ class Inversion:
     def __init__(self, study: Study):
         self.study, self.folder = study, folder_of(study.scale)
         self.identity = models.identity(study.model, study.revision)
+        self._released: dict[str, Tensor] = {}
         if study.model != _committed_model(study.scale) or study.source != "written":
             self.folder = self.folder / "own"  # a user's model or prompts never mix with the scale's
 
@@ -106,24 +107,21 @@ class Inversion:
         """The model cut for a convention; its vocabulary is what the tokenizer spells."""
         return Reader(self.backbone, convention, len(self.backbone.tokenizer))
 
-    @functools.cache  # noqa: B019
     def released(self, run: Run) -> Tensor:
-        """What the attacker is given: states [channels x n, T, d], channel by channel."""
-        states, parts = self.reader(run.convention).states(self.ids(run)), []
-        for name in run.channels:
-            noise = [torch.Generator().manual_seed(DRAW_SEED + 1000 * number) for number in range(run.prompts)]
-            release = channels.named(name).release
-            parts.append(torch.stack([release(row, one) for row, one in zip(states, noise, strict=True)]))
-        return torch.cat(parts)
+        """What the attacker is given: states [channels, n, T, d]."""
+        if run.name not in self._released:
+            states, parts = self.reader(run.convention).states(self.ids(run)), []
+            for name in run.channels:
+                noise = [torch.Generator().manual_seed(DRAW_SEED + 1000 * number) for number in range(run.prompts)]
+                release = channels.named(name).release
+                parts.append(torch.stack([release(row, one) for row, one in zip(states, noise, strict=True)]))
+            self._released[run.name] = torch.stack(parts)
+        return self._released[run.name]
 
     def unit_folder(self, run: Run, number: int) -> Path:
-        """Where a unit of a run lies: a position, or of a control a prompt."""
-        return (
-            self.folder
-            / "runs"
-            / run.name.replace(" ", "-")
-            / f"{'prompt' if run.is_control else 'position'}-{number:02d}"
-        )
+        """Where a unit of a run lies: a block of prompts, or a position of all of them."""
+        kind = "prompts" if run.block else "position"
+        return self.folder / "runs" / run.name.replace(" ", "-") / f"{kind}-{number:02d}"
 
     def inputs(self, run: Run, number: int) -> dict[str, Any]:
         """What a unit is made from."""
@@ -133,7 +131,9 @@ class Inversion:
             "model": self.identity,
             "prompts": [self.study.source, run.prompts],
             "run": dataclasses.asdict(run),
-            "search": None if run.is_control else dataclasses.asdict(run.search(self.study.log_every)),
+            "search": [
+                dataclasses.asdict(one.search(self.study.log_every)) for one in run.variants() if not run.is_control
+            ],
             "unit": number,
         }
         if self.study.source == "written" or self.study.source.endswith(".jsonl"):
@@ -156,7 +156,7 @@ class Inversion:
         """Compute a run's missing units; each is kept as soon as it is done."""
         for number in self.missing(run):
             started = time.perf_counter()
-            tokens, trace = self._control(run, number) if run.is_control else self._position(run, number)
+            tokens, trace = self._unit(run, number)
             seconds = time.perf_counter() - started
             tokens["seconds"] = seconds / len(tokens)
             record = provenance(str(accelerator().device), torch.get_num_threads(), seconds, evaluation_dtype="float32")
@@ -169,48 +169,74 @@ class Inversion:
                 writers(tables),
             )
             if progress is not None:
-                progress.update(len(tokens) * (run.steps or 0))
+                progress.update(_work(run, [number]))
+
+    def _unit(self, run: Run, number: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+        if run.is_control:
+            return self._control(run, number)
+        return self._reference(run, number) if run.mode == "reference" else self._position(run, number)
+
+    def _reference(self, run: Run, number: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """All positions of a block of prompts, each behind its true prefix, in every configuration and channel."""
+        block, ids = range(run.prompts)[number * run.block : (number + 1) * run.block], self.ids(run)
+        first = 1 if run.first == "table" else 0
+        parts = []
+        if first:
+            rows = self._rows(run, block, [0])
+            parts.append(self._search(run, rows, ids[:, :0][[row.prompt for row in rows]]))
+        rows = self._rows(run, block, range(first, run.tokens))
+        if rows:
+            parts.append(self._search(run, rows, ids[:, :-1][[row.prompt for row in rows]]))
+        tokens, trace = (
+            pd.concat([part for part in kind if len(part)] or kind[:1]) for kind in zip(*parts, strict=True)
+        )
+        return tokens.reset_index(drop=True), trace.reset_index(drop=True)
 
     def _position(self, run: Run, position: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """One position of all prompts of a run of a gradient mode, in all channels."""
-        reader, true = self.reader(run.convention), self.ids(run).repeat(len(run.channels), 1)
-        if run.mode == "reference":
-            prefix = true[:, :position]
-        else:
-            before = [self.finished(run, number).table("tokens.parquet").found_id for number in range(position)]
-            prefix = torch.tensor(np.array(before, dtype=np.int64).reshape(position, len(true)).T, device=true.device)
-        keys = list(range(run.prompts)) * len(run.channels)
-        settings = run.search(self.study.log_every)
-        targets = self.released(run)
-        continuous.check_states(reader, targets)
-        settings.check(len(reader.embedding))
-        _, tokens, trace = continuous.search(reader, prefix, targets[:, position], settings, keys, true[:, position])
-        return tokens, trace
+        """One position of all prompts of a run, behind what was found before, in every configuration and channel."""
+        rows = self._rows(run, range(run.prompts), [position])
+        before = [self.finished(run, number).table("tokens.parquet").found_id for number in range(position)]
+        prefix = torch.tensor(np.array(before, dtype=np.int64).reshape(position, len(rows)).T)
+        return self._search(run, rows, prefix.to(self.backbone.model.device))
+
+    def _rows(self, run: Run, block: Sequence[int], positions: Sequence[int]) -> list["_Row"]:
+        every = itertools.product(run.variants(), range(len(run.channels)), block, positions)
+        return [_Row(*one) for one in every]
+
+    def _search(self, run: Run, rows: list["_Row"], prefix: Tensor) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """The rows' positions behind their prefixes, and what the tables call them."""
+        reader, states, ids = self.reader(run.convention), self.released(run), self.ids(run)
+        continuous.check_states(reader, states.flatten(0, 1))
+        prompts, places = [row.prompt for row in rows], [row.position for row in rows]
+        wanted = continuous.each(
+            [row.variant.search(self.study.log_every) for row in rows], len(rows), len(reader.embedding)
+        )
+        targets = states[[row.channel for row in rows], prompts, places]
+        lengths = None if set(places) == {prefix.shape[1]} else torch.tensor(places)
+        _, tokens, trace = continuous.search(reader, prefix, targets, wanted, prompts, ids[prompts, places], lengths)
+        return tuple(_labelled(table, run, rows) for table in (tokens, trace))
 
     def _control(self, run: Run, number: int) -> tuple[pd.DataFrame, pd.DataFrame]:
         """One prompt of a control."""
-        reader, states = self.reader(run.convention), self.released(run)[number : number + 1]
+        reader, states = self.reader(run.convention), self.released(run)[0, number : number + 1]
         searches: dict[str, Callable] = {
             "sipit": lambda: sipit.sipit(reader, states),
             "full-scan": lambda: sipit.full_scan(reader, states),
             "lm-order": lambda: sipit.lm_order(reader, states),
             "random-proxy": lambda: sipit.random_proxy(reader, states, run.candidates, run.metric, seed=number),
         }
-        tokens = searches[run.mode]().tokens.assign(prompt=number)
+        tokens = searches[run.mode]().tokens
         tokens["true_id"] = self.ids(run)[number].tolist()
-        return tokens, continuous.NO_TRACE
+        rows = [_Row(run, 0, number, 0)]
+        return _labelled(tokens, run, rows), _labelled(continuous.NO_TRACE, run, rows)
 
     def table(self, run: Run, name: str) -> pd.DataFrame:
-        """All units of a run: rows numbered by prompt within a channel, named by the prompts' ids."""
+        """All units of a run, rows named by the prompts' ids."""
         units = [self.finished(run, n).table(name) for n in range(run.units)]
         table = pd.concat([unit for unit in units if len(unit)] or units[:1], ignore_index=True)
-        row = table.prompt.astype(int)
-        named = np.array([prompt.id for prompt in self.prompts[: run.prompts]])
-        table["channel"] = np.array(run.channels)[row // run.prompts]
-        table["prompt"] = named[row % run.prompts]
-        fixed = {"method": run.method, "configuration": run.name, "mode": run.mode}
+        table["prompt"] = np.array([prompt.id for prompt in self.prompts])[table.prompt.astype(int)]
         layer = "last" if run.layer is None else str(run.layer)
-        return table.assign(**fixed, layer=layer, norm=run.norm, start=run.start)
+        return table.assign(method=run.method, mode=run.mode, layer=layer, norm=run.norm)
 
     def path(self) -> pd.DataFrame:
         """The search of some tokens of the first prompt step by step, behind its true prefix, from zeros and from the
@@ -221,7 +247,7 @@ class Inversion:
             ``position, start, step, token, pc1, pc2, loss, rank``.
         """
         run = next(run for run in self.study.runs if run.mode == "reference")
-        settings = dataclasses.replace(run.search(KEPT_EVERY), steps=self.study.path.steps)
+        settings = dataclasses.replace(run.variants()[0].search(KEPT_EVERY), steps=self.study.path.steps)
         reader, ids = self.reader(run.convention), self.ids(run)[:1]
         states, plane, middle = reader.states(ids), *principal_plane(reader.embedding)
         rng, decode = np.random.default_rng(DRAW_SEED), self.backbone.tokenizer.decode
@@ -241,9 +267,9 @@ class Inversion:
                     steps.append(step)
 
             search = dataclasses.replace(settings, start=start)
-            begin = continuous.starts(reader, search, [0], ids[:, :position])
+            begin = continuous.starts(reader, [search], [0], ids[:, :position], torch.tensor([position]))
             cache = reader.read(ids[:, :position])
-            driven = continuous.drive(reader, cache, states[:, position], begin, search, true, keep)
+            driven = continuous.drive(reader, cache, states[:, position], begin, [search], true, watch=keep)
             log = driven.trace.set_index("step").reindex(steps)
             walked = rows("proxy", torch.stack(proxies), position=position, step=steps, start=start)
             found.append(walked.assign(loss=log.loss.to_numpy(), rank=log["rank"].to_numpy()))
@@ -253,6 +279,32 @@ class Inversion:
             found.append(rows("true", reader.embedding[true], **named))
         columns = ["kind", "position", "start", "step", "token", "pc1", "pc2", "loss", "rank"]
         return pd.concat(found, ignore_index=True).reindex(columns=columns)
+
+
+class _Row(NamedTuple):
+    """What one row of a search is: a configuration, the number of a channel, a prompt and a position."""
+
+    variant: Run
+    channel: int
+    prompt: int
+    position: int
+
+
+def _labelled(table: pd.DataFrame, run: Run, rows: list[_Row]) -> pd.DataFrame:
+    """A table whose ``prompt`` numbers rows, with what these are."""
+    which = [rows[number] for number in table.prompt.astype(int)]
+    names = {"configuration": [row.variant.name for row in which], "start": [row.variant.start for row in which]}
+    names |= {"channel": [run.channels[row.channel] for row in which], "prompt": [row.prompt for row in which]}
+    return table.assign(**names)
+
+
+def _work(run: Run, units: Sequence[int]) -> int:
+    """Steps of all rows of some units of a run."""
+    steps = sum(variant.steps or 0 for variant in run.variants()) * len(run.channels)
+    if not run.block:
+        return steps * run.prompts * len(units)
+    prompts = sum(len(range(run.prompts)[unit * run.block : (unit + 1) * run.block]) for unit in units)
+    return steps * prompts * run.tokens
 
 
 def principal_plane(embedding: Tensor) -> tuple[Tensor, Tensor]:
@@ -282,7 +334,7 @@ def run_study(study: Study, only: str | None = None) -> None:
         raise config.ConfigError(f"run: got {only!r}, expected one of {', '.join(run.name for run in study.runs)}.")
     with locked(inversion.folder), threads(config.load_scale(study.scale).threads):
         left = {run.name: inversion.missing(run) for run in chosen}  # refuses what cannot be used before anything runs
-        total = sum(len(left[run.name]) * run.prompts * len(run.channels) * (run.steps or 0) for run in chosen)
+        total = sum(_work(run, left[run.name]) for run in chosen)
         with tqdm(total=total, unit="step", unit_scale=True, desc="inversion") as progress:
             for run in chosen:
                 progress.set_description(run.name)
@@ -370,14 +422,17 @@ def prompt_table(inversion: Inversion, tokens: pd.DataFrame) -> pd.DataFrame:
     """One row a prompt, run and channel. Where the true prefix was committed there is nothing found to compare."""
     classes, decode = inversion_classes(inversion), inversion.backbone.tokenizer.decode
     sources = {prompt.id: prompt.source for prompt in inversion.prompts}
-    sizes, rows = {run.name: run.prompts * len(run.channels) for run in inversion.study.runs}, []
+    rows, sizes = [], {}
+    for run in inversion.study.runs:
+        together = 1 if run.is_control else run.block * run.tokens or run.prompts * len(run.channels)
+        sizes |= dict.fromkeys([one.name for one in run.variants()], together * len(run.variants()))
     for (configuration, channel, prompt), part in tokens.groupby(["configuration", "channel", "prompt"], sort=False):
         part = part.sort_values("position")
         first = part.iloc[0]
         found, true = part.found_id.tolist(), part.true_id.tolist()
         row = {"prompt": prompt, "source": sources[prompt], "model": inversion.study.model, "layer": first.layer}
         row |= {"norm": first.norm, "n_tokens": len(part), "method": first.method, "configuration": configuration}
-        row |= {"batch": 1 if first.method != "continuous" else sizes[configuration], "mode": first["mode"]}
+        row |= {"batch": sizes[configuration], "mode": first["mode"]}
         row |= {"channel": channel, "attacker": "nearest token" if first["mode"] == "blind" else "fixed tolerance"}
         row |= {"seconds": part.seconds.sum(), "candidates": int(part.candidates.sum())}
         row["start"] = first.start
