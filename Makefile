@@ -19,7 +19,7 @@ scorecard: .venv/ready
 	$(BIN)/python -m lib scorecard --scale $(SCALE) --jobs $(JOBS)
 
 inversion: .venv/ready
-	$(BIN)/python -m lib inversion --scale $(SCALE)
+	$(BIN)/python -m lib inversion --scale $(SCALE) --jobs $(JOBS)
 
 bench: .venv/ready
 	$(BIN)/python tests/benchmarks/bench.py --scale $(SCALE)

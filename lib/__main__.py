@@ -20,6 +20,7 @@ from lib.runner import (
     execute,
     execute_cell,
     run_confirmation,
+    run_inversion,
     run_scorecard,
     run_sweep,
 )
@@ -359,18 +360,18 @@ def collect_scorecard(scale: str) -> None:
 
 @main.command()
 @SCALE
+@JOBS
 @click.option("--run", "only", help="this run of params/inversion.yaml alone; the tables are then left as they are")
-def inversion(scale: str, only: str | None) -> None:
+def inversion(scale: str, jobs: int, only: str | None) -> None:
     """Compute what is missing of the inversion study, write its tables, and its notebook into outputs/local."""
-    from lib.inversion import settings, study
-
-    chosen = settings.load(scale)
-    study.run_study(chosen, only)
     if only is not None:
+        from lib.inversion import settings, study
+
+        study.run_study(settings.load(scale), only)
         click.echo(f"{only}: done. The tables are written when every run is there.")
         return
+    _refuse_failures(run_inversion(scale, jobs))
     folder = paths.local(scale)
-    study.collect(chosen)
     execute(INVERSION, folder / f"{INVERSION}.ipynb", {"scale": scale}, folder / "inversion", sys.stderr)
     click.echo(f"complete: {paths.show(folder / 'inversion')}")
 

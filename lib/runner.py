@@ -181,6 +181,31 @@ def run_scorecard(scale: str, jobs: int) -> list[Failure]:
     return failures
 
 
+def run_inversion(scale: str, jobs: int) -> list[Failure]:
+    """Run what is missing of the inversion study, one process a run, and write its tables.
+
+    Raises:
+        config.ConfigError: ``params/inversion.yaml`` cannot be used.
+        results.ResultError: a result that is there cannot be used.
+    """
+    from lib.inversion import settings, study
+
+    chosen = settings.load(scale)
+    inversion = study.Inversion(chosen)
+
+    def task(run: settings.Run) -> Task:
+        command = [sys.executable, "-m", "lib", "inversion", "--scale", scale, "--run", run.name]
+        return Task(run.name, command, lambda: not inversion.missing(run))
+
+    tasks = [task(run) for run in chosen.runs]
+    with locked(inversion.folder):
+        _refuse_unusable(tasks, inversion.folder)
+        failures = _run_all([tasks], jobs, inversion.folder / "logs")
+        if not failures:
+            study.collect(chosen)
+    return failures
+
+
 def _refuse_unusable(tasks: list[Task], folder: Path) -> None:
     """Refuse a sweep in whose folder lie results that cannot be used, before anything runs.
 

@@ -162,6 +162,58 @@ def _signals(tokens: pd.DataFrame, per: str) -> dict[str, tuple[np.ndarray, np.n
     return {f"sum of {name}": (grouped[column].sum().to_numpy(), truth) for name, column in SIGNALS.items()}
 
 
+def alarm_delays(tokens: pd.DataFrame) -> pd.DataFrame:
+    """How soon the cumulative discrete loss of a blind run passes a threshold after a prompt's first wrong token.
+
+    The threshold is the largest sum that an exact prompt reached on clean states. Exact prompts that pass it are false
+    alarms.
+
+    Returns:
+        A row a channel: ``threshold, failed, at once`` (at the first wrong token), ``earlier, later, never`` of the
+        failed, ``exact, false alarms``.
+    """
+    right = (tokens.found_id == tokens.true_id).groupby([tokens.channel, tokens.prompt]).transform("min")
+    clean = tokens[right & (tokens.channel == "clean")]
+    if clean.empty:
+        return pd.DataFrame()
+    threshold, rows = clean.cumulative_loss.max(), {}
+    for channel, part in tokens.groupby("channel", sort=False):
+        delays = diagnostics.alarm_delay(part, threshold)
+        exact = part[right[part.index]].groupby("prompt").cumulative_loss.max()
+        rows[channel] = {
+            "threshold": threshold,
+            "failed": len(delays),
+            "at once": int((delays.delay == 0).sum()),
+            "earlier": int((delays.delay < 0).sum()),
+            "later": int((delays.delay > 0).sum()),
+            "never": int(delays.delay.isna().sum()),
+            "exact": len(exact),
+            "false alarms": int((exact > threshold).sum()),
+        }
+    return pd.DataFrame(rows).T
+
+
+def candidate_spread(tokens: pd.DataFrame) -> pd.DataFrame:
+    """Candidates verified for a searched token of published mode: quantiles, and how many tokens took very few or all.
+
+    Returns:
+        A row a configuration: ``tokens, median, mean``, ``at most 10``, ``between``, ``all of them``.
+    """
+    part = verified(tokens)
+    part = part[part.steps > 0]
+    rows = {}
+    for name, own in part.groupby("configuration", sort=False):
+        few = (own.candidates <= 10) & ~own.fallback
+        row = {"tokens": len(own), "median": float(own.candidates.median()), "mean": float(own.candidates.mean())}
+        row |= {"at most 10": int(few.sum()), "all of them": int(own.fallback.sum())}
+        rows[name] = row | {"between": int(len(own) - few.sum() - own.fallback.sum())}
+    return (
+        pd.DataFrame(rows).T[["tokens", "median", "mean", "at most 10", "between", "all of them"]]
+        if rows
+        else pd.DataFrame()
+    )
+
+
 def at_risk(tokens: pd.DataFrame) -> pd.Series:
     """Whether each position's committed prefix is the true one."""
     wrong = (tokens.found_id != tokens.true_id).astype(int)

@@ -111,6 +111,19 @@ class PathSettings:
 
 
 @dataclass(frozen=True)
+class BenchSettings:
+    """The bench set (``params/inversion.yaml`` says how)."""
+
+    steps: int = at_least(1)
+    candidates: int = at_least(1)
+    slow: tuple[int, ...] = at_least(1)
+    quick: tuple[int, ...] = at_least(1)
+    batch: tuple[int, ...] = at_least(1)
+    cap: float = at_least(1.0)
+    budget: float = at_least(1.0)
+
+
+@dataclass(frozen=True)
 class Study:
     """``params/inversion.yaml`` for one scale."""
 
@@ -124,6 +137,7 @@ class Study:
     runs: tuple[Run, ...]
     path: PathSettings
     short: Run
+    bench: BenchSettings
 
 
 @dataclass(frozen=True)
@@ -136,6 +150,7 @@ class _Own:
     runs: dict = dataclasses.field()
     path: PathSettings = dataclasses.field()
     short: dict = dataclasses.field()
+    bench: BenchSettings = dataclasses.field()
 
 
 def load(scale: str, overrides: dict[str, Any] | None = None, path: Path | None = None) -> Study:
@@ -166,6 +181,7 @@ def load(scale: str, overrides: dict[str, Any] | None = None, path: Path | None 
         runs,
         own.path,
         _run("short", own.short, own.tokens, path.name),
+        own.bench,
     )
 
 

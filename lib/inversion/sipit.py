@@ -4,6 +4,7 @@ All commit a token only when its own state is the leaked one, position by positi
 they try the vocabulary.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,8 +22,8 @@ class Sipit:
     """The published schedule: plain gradient steps of 1.0, clipped to norm 1, on the mean squared error.
 
     Every iteration verifies the nearest token that has not been tried; every ``snap`` iterations the proxy is set on
-    it. A try is accepted if every coordinate lies within ``tolerance``. ``tries`` ends a position's search (None: the
-    whole vocabulary).
+    it. A try is accepted if every coordinate lies within ``tolerance``. ``tries`` and ``seconds`` end a position's
+    search (None: the whole vocabulary, however long it takes).
     """
 
     learning_rate: float = 1.0
@@ -30,6 +31,7 @@ class Sipit:
     snap: int = 50
     tolerance: float = 1e-5
     tries: int | None = None
+    seconds: float | None = None
     seed: int = 0
 
 
@@ -42,16 +44,16 @@ def sipit(reader: Reader, states: Tensor, settings: Sipit = Sipit()) -> Inverted
 
     def search(prompt: int, position: int, target: Tensor, cache, _: list[int]) -> tuple[Tensor, int, bool]:
         start = np.random.default_rng([settings.seed, prompt, position]).integers(len(reader.embedding))
-        return _descend(reader, cache, target, int(start), settings)
+        return descend(reader, cache, target, int(start), settings)
 
     return _position_by_position(reader, states, search)
 
 
-def _descend(reader: Reader, cache, target: Tensor, start: int, settings: Sipit) -> tuple[Tensor, int, bool]:
+def descend(reader: Reader, cache, target: Tensor, start: int, settings: Sipit) -> tuple[Tensor, int, bool]:
     """Steps and tries in turn until one fits: the id, the tries, and whether it fits (else the nearest of all)."""
     proxy = reader.embedding[start].clone()
     untried = torch.ones(len(reader.embedding), dtype=torch.bool, device=reader.device)
-    first = None
+    first, started = None, time.perf_counter()
     for iteration in range(1, (settings.tries or len(untried)) + 1):
         proxy = proxy.detach().requires_grad_(True)
         loss = (reader.proxies(proxy[None], cache)[0] - target).square().mean()
@@ -64,6 +66,8 @@ def _descend(reader: Reader, cache, target: Tensor, start: int, settings: Sipit)
         if torch.allclose(reader.candidates(nearest[None], cache)[0], target, rtol=0.0, atol=settings.tolerance):
             return nearest, iteration, True
         untried[nearest] = False
+        if settings.seconds is not None and time.perf_counter() - started > settings.seconds:
+            break
         if iteration % settings.snap == 0:
             proxy = reader.embedding[far.masked_fill(~untried, torch.inf).argmin()].clone()
     return first, iteration, False

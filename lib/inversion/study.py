@@ -153,23 +153,21 @@ class Inversion:
         return [number for number in range(run.units) if self.finished(run, number) is None]
 
     def compute(self, run: Run, progress: tqdm | None = None) -> None:
-        """Compute a run's missing units; each is kept as soon as it is done."""
-        for number in self.missing(run):
-            started = time.perf_counter()
-            tokens, trace = self._unit(run, number)
-            seconds = time.perf_counter() - started
-            tokens["seconds"] = seconds / len(tokens)
-            record = provenance(str(accelerator().device), torch.get_num_threads(), seconds, evaluation_dtype="float32")
-            tables = {"tokens.parquet": tokens, "trace.parquet": trace}
-            write_result(
-                self.unit_folder(run, number),
-                self.inputs(run, number),
-                {"tokens": len(tokens)},
-                record,
-                writers(tables),
-            )
-            if progress is not None:
-                progress.update(_work(run, [number]))
+        """Compute a run's missing units; each is kept as soon as it is done. A second process waits for the first."""
+        with locked(self.folder / "runs" / run.name.replace(" ", "-")):
+            for number in self.missing(run):
+                self._keep(run, number)
+                if progress is not None:
+                    progress.update(_work(run, [number]))
+
+    def _keep(self, run: Run, number: int) -> None:
+        started = time.perf_counter()
+        tokens, trace = self._unit(run, number)
+        seconds = time.perf_counter() - started
+        tokens["seconds"] = seconds / len(tokens)
+        record = provenance(str(accelerator().device), torch.get_num_threads(), seconds, evaluation_dtype="float32")
+        tables = writers({"tokens.parquet": tokens, "trace.parquet": trace})
+        write_result(self.unit_folder(run, number), self.inputs(run, number), {"tokens": len(tokens)}, record, tables)
 
     def _unit(self, run: Run, number: int) -> tuple[pd.DataFrame, pd.DataFrame]:
         if run.is_control:
@@ -332,7 +330,7 @@ def run_study(study: Study, only: str | None = None) -> None:
     chosen = [run for run in study.runs if only in (None, run.name)]
     if not chosen:
         raise config.ConfigError(f"run: got {only!r}, expected one of {', '.join(run.name for run in study.runs)}.")
-    with locked(inversion.folder), threads(config.load_scale(study.scale).threads):
+    with threads(config.load_scale(study.scale).threads):
         left = {run.name: inversion.missing(run) for run in chosen}  # refuses what cannot be used before anything runs
         total = sum(_work(run, left[run.name]) for run in chosen)
         with tqdm(total=total, unit="step", unit_scale=True, desc="inversion") as progress:
@@ -388,7 +386,9 @@ def collect(study: Study) -> Result:
 
 def study_inputs(inversion: Inversion) -> dict[str, Any]:
     """What the tables depend on."""
-    found = {"study": "inversion", "protocol": PROTOCOL, "settings": dataclasses.asdict(inversion.study)}
+    settings = dataclasses.asdict(inversion.study)
+    del settings["bench"]
+    found = {"study": "inversion", "protocol": PROTOCOL, "settings": settings}
     return json.loads(json.dumps(found | {"model": inversion.identity}))
 
 
@@ -518,7 +518,7 @@ class Short:
 def short(study: Study) -> Short:
     """Invert a handful of prompts, or find them inverted on this machine."""
     inversion, run = Inversion(study), study.short
-    with locked(inversion.folder), threads(config.load_scale(study.scale).threads):
+    with threads(config.load_scale(study.scale).threads):
         inversion.compute(run)
         tokens = described(inversion, inversion.table(run, "tokens.parquet"))
     decode = inversion.backbone.tokenizer.decode

@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 SOURCES = ("SAFETY", "GUI")  # without and with a picture a record
 CELLS = ("safety-full-high-30", "gui-full-high-30")
 DECOYS = (("ours", 128), ("harness", 16), ("harness", 64))  # method and batch
+INVERSIONS = ("batched", "sequential", "sipit published", "sipit cached", "lm order", "full scan")
 SAME_NLL = 1e-4  # nats a secret, by which two methods may differ: the order of sums in fp32
 
 
@@ -30,7 +31,9 @@ SAME_NLL = 1e-4  # nats a secret, by which two methods may differ: the order of 
 @click.option("--rounds", default=3, show_default=True, help="times that every method takes its turn")
 @click.option("--canaries", default=4, show_default=True, help="canaries whose decoys are scored")
 @click.option("--decoys", default=255, show_default=True, help="random decoys of each of them")
-@click.option("--only", type=click.Choice(["training", "cell", "decoys"]), help="this benchmark, without the others")
+@click.option(
+    "--only", type=click.Choice(["training", "cell", "decoys", "inversion"]), help="this benchmark, without the others"
+)
 def main(scale: str, rounds: int, canaries: int, decoys: int, only: str | None) -> None:
     folder = paths.local(scale) / "bench"
     if only in (None, "training"):
@@ -52,6 +55,11 @@ def main(scale: str, rounds: int, canaries: int, decoys: int, only: str | None) 
         keep(folder, decoys=times, decoys_ratios=ratios)
         if not (times.difference <= SAME_NLL).all():  # NaN must not pass
             raise SystemExit(f"decoys: NLLs {times.difference.max():.1e} nats apart, expected at most {SAME_NLL:.0e}")
+    if only in (None, "inversion"):
+        tokens = inversion_times(scale)
+        ratios = inversion_ratios(tokens)
+        show("Inversion: seconds a token, and times the batched search's; capped tokens are lower bounds", ratios)
+        keep(folder, inversion=tokens, inversion_ratios=ratios)
     click.echo(f"\ntables: {paths.show(folder)}")
 
 
@@ -149,6 +157,29 @@ def decoy_ratios(times: pd.DataFrame) -> pd.DataFrame:
     table["nats apart"] = grouped.difference.max().map("{:.0e}".format)
     table["seconds"] = grouped.seconds.median()
     return table.assign(ratio=table.seconds / table.seconds["ours"].item())
+
+
+def inversion_times(scale: str) -> pd.DataFrame:
+    """A row a token and method: ``method, forward`` (of a token, plainly), ``seconds, right, candidates, capped``."""
+    parts = []
+    for method in INVERSIONS:
+        result = measured("inversion.py", "--method", method, "--scale", scale)
+        parts.append(pd.DataFrame(result["rows"]).assign(method=method, forward=result["forward"]))
+    return pd.concat(parts, ignore_index=True)
+
+
+def inversion_ratios(tokens: pd.DataFrame) -> pd.DataFrame:
+    """A row a method: tokens, how many were capped and right, seconds, and their ratios.
+
+    ``overhead`` is the mean time over that of one plain forward pass of the same prompts.
+    """
+    grouped = tokens.groupby("method", sort=False)
+    table = grouped[["capped", "right"]].sum().astype(int)
+    table.insert(0, "tokens", grouped.size())
+    table["mean"], table["median"] = grouped.seconds.mean(), grouped.seconds.median()
+    table["worst"], table["candidates"] = grouped.seconds.max(), grouped.candidates.mean()
+    table["overhead"] = table["mean"] / grouped.forward.first()
+    return table.assign(ratio=table["mean"] / table["mean"]["batched"])
 
 
 if __name__ == "__main__":
