@@ -1,8 +1,9 @@
-"""Sweep and scorecard for Snakemake: the processes that `make sweep` and `make scorecard` start, spread by a profile.
+"""Sweep, scorecard and inversion for Snakemake: the processes that their make targets start, spread by a profile.
 
     snakemake --profile params/profiles/local --config scale=laptop
     snakemake --profile params/profiles/slurm --config scale=paper
     snakemake --profile params/profiles/slurm --config scale=paper -- scorecard
+    snakemake --profile params/profiles/slurm --config scale=paper -- inversion
 """
 
 import shlex
@@ -11,6 +12,8 @@ from pathlib import Path
 
 from lib import paths, plan
 from lib.config import load_scale, load_sweep
+from lib.inversion import settings as inversion_settings
+from lib.inversion.study import Inversion
 
 scale = config.get("scale", "laptop")
 grid = str(Path(config["grid"]).resolve()) if "grid" in config else None
@@ -22,6 +25,7 @@ noise = [cell.id for cell in cells.cells if cell.kind == "noise"]
 python = f"{shlex.quote(sys.executable)} -m lib"
 card = plan.load(scale)
 card_folder = paths.local(scale) / "scorecard"
+inverted = Inversion(inversion_settings.load(scale))
 BASE = paths.local(scale) / "testbed" / "result.json"
 
 
@@ -40,6 +44,10 @@ def draws_of(cell):
     return [folder / "noise" / cell / f"draw-{n:02d}" / "result.json" for n in range(cells.noise_draws)]
 
 
+def units_of(run):
+    return [inverted.unit_folder(run, number) / "result.json" for number in range(run.units)]
+
+
 def trials_of(seed):
     drawn = plan.draw(card)
     return [card_folder / "trials" / name / "result.json" for name in drawn[drawn.seed == seed].trial]
@@ -54,6 +62,7 @@ localrules:
     all,
     tables,
     scorecard,
+    inversion,
 
 
 rule all:
@@ -133,3 +142,26 @@ rule scorecard:
         card_folder / "result.json",
     shell:
         f"{python} collect-scorecard --scale {scale}"
+
+
+for inversion_run in inverted.study.runs:
+
+    rule:
+        name:
+            f"inversion_{inversion_run.name.replace(' ', '_').replace('-', '_')}"
+        output:
+            update(units_of(inversion_run)), # finished units of a run that was stopped are used again
+        params:
+            run=shlex.quote(inversion_run.name),
+        threads: settings.threads
+        shell:
+            f"{python} inversion --scale {scale}" + " --run {params.run}"
+
+
+rule inversion:
+    input:
+        [path for run in inverted.study.runs for path in units_of(run)],
+    output:
+        inverted.folder / "result.json",
+    shell:
+        f"{python} inversion --scale {scale} --partly"

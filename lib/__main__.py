@@ -362,11 +362,17 @@ def collect_scorecard(scale: str) -> None:
 @SCALE
 @JOBS
 @click.option("--run", "only", help="this run of params/inversion.yaml alone; the tables are then left as they are")
-def inversion(scale: str, jobs: int, only: str | None) -> None:
+@click.option("--partly", is_flag=True, help="compute nothing: write the tables of the runs that are there")
+def inversion(scale: str, jobs: int, only: str | None, partly: bool) -> None:
     """Compute what is missing of the inversion study, write its tables, and its notebook into outputs/local."""
-    if only is not None:
-        from lib.inversion import settings, study
+    from lib.inversion import settings, study
 
+    if partly:
+        result = study.collect(settings.load(scale), partly=True)
+        pending = ", ".join(result.values["pending"]) or "nothing"
+        click.echo(f"{paths.show(result.folder)}: pending: {pending}")
+        return
+    if only is not None:
         study.run_study(settings.load(scale), only)
         click.echo(f"{only}: done. The tables are written when every run is there.")
         return

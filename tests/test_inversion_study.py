@@ -2,14 +2,20 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
+import nbformat
 import numpy as np
 import pandas as pd
+import papermill
 import pytest
 import torch
 import yaml
+from click.testing import CliRunner
 
 from lib import paths
+from lib.__main__ import main
 from lib.config import ConfigError
 from lib.inversion import analysis, settings, study
 from lib.inversion.channels import named
@@ -264,6 +270,10 @@ def test_what_is_finished_is_used_again_and_what_is_missing_computed(smoke_study
     (last / "result.json").unlink()
     with pytest.raises(ResultError, match=r"units of the inversion study are missing: published \(1\)"):
         study.collect(SMOKE)
+    partly = study.collect(SMOKE, partly=True)
+    assert partly.values["pending"] == ["published"] and "verified" not in set(
+        partly.table("tokens.parquet").configuration
+    )
     study.run_study(SMOKE)
     after = {path: path.stat().st_mtime_ns for path in before}
     assert [path for path in before if after[path] != before[path]] == [last / "result.json"]
@@ -286,6 +296,49 @@ def test_the_study_is_found_where_it_is_and_not_elsewhere(smoke_study):
     other = dataclasses.replace(SMOKE, log_every=11)
     with pytest.raises(ResultError, match="log_every is 10 there and 11 here"):
         study.load(other, "local")
+
+
+def test_the_path_is_kept_step_by_step_and_ends_near_its_token(smoke_study):
+    path = smoke_study.table("path.parquet")
+    walked = path[path.kind == "proxy"]
+    assert walked.groupby(["position", "start"]).size().to_dict() == dict.fromkeys(
+        [(p, s) for p in SMOKE.path.positions for s in ("prior", "zeros")], SMOKE.path.steps // 10 + 1
+    )
+    ends = walked.sort_values("step").groupby(["position", "start"]).tail(1)
+    assert (ends["rank"] <= 5).all() and (ends.loss < 0.05).all() and walked[walked.step == 0].loss.min() > 0.2
+    assert (path.kind == "true").sum() == 2 and (path.kind == "crowd").sum() == 1024
+
+
+def test_the_notebook_tells_its_story_at_smoke_scale(smoke_study, tmp_path):
+    page = tmp_path / "05.ipynb"
+    papermill.execute_notebook(
+        str(paths.NOTEBOOKS / "05_inversion.ipynb"),
+        str(page),
+        parameters={"scale": "smoke"},
+        progress_bar=False,
+        kernel_name="python3",
+    )
+    told = "".join(str(cell.get("outputs")) for cell in nbformat.read(page, as_version=4).cells)
+    assert "tiny-llama: 1,024 tokens" in told and "this machine's own run" in told
+
+
+def test_snakemake_knows_every_run_of_the_study(tmp_path):
+    command = [sys.executable, "-m", "snakemake", "--snakefile", paths.ROOT / "Snakefile", "--directory", tmp_path]
+    command += ["--profile", paths.PARAMS / "profiles" / "local", "--config", "scale=smoke", "--dry-run", "--forceall"]
+    done = subprocess.run([*command, "--", "inversion"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name in ("inversion_published", "inversion_full_scan", "inversion"):
+        assert f"rule {name}:" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--run", "blind"], ["--jobs", "2"]])
+def test_the_command_runs_what_is_missing_and_writes_the_tables(smoke_study, arguments, monkeypatch):
+    monkeypatch.setattr("lib.__main__.execute", lambda *_: None)  # the notebook has a test of its own
+    before = (smoke_study.folder / "result.json").read_text()
+    done = CliRunner().invoke(main, ["inversion", "--scale", "smoke", *arguments])
+    assert done.exit_code == 0, done.output
+    after = (smoke_study.folder / "result.json").read_text()
+    assert (after == before) == ("--run" in arguments) and json.loads(after)["results"]["pending"] == []
 
 
 def test_a_prompt_that_is_too_short_is_refused(tmp_path, monkeypatch):

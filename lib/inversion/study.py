@@ -19,7 +19,8 @@ from lib import config, models, paths
 from lib.collection import writers
 from lib.files import locked
 from lib.inversion import analysis, channels, continuous, diagnostics, sipit
-from lib.inversion.reader import InversionError, Reader
+from lib.inversion.continuous import Settings
+from lib.inversion.reader import Convention, InversionError, Reader
 from lib.inversion.settings import LEAST_TOKENS, InversionRun, Prompt, Run, Study, checksum, prompts
 from lib.results import MissingResult, Result, ResultError, differences, provenance, read_result, reusable, write_result
 from lib.training import accelerator, threads
@@ -69,10 +70,14 @@ class Inversion:
 
     def __init__(self, study: Study):
         self.study, self.folder = study, folder_of(study.scale)
-        self.identity = models.identity(study.model, study.revision)
         self._released: dict[str, Tensor] = {}
         if study.model != _committed_model(study.scale) or study.source != "written":
             self.folder = self.folder / "own"  # a user's model or prompts never mix with the scale's
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """What identifies the model's weights."""
+        return models.identity(self.study.model, self.study.revision)
 
     @functools.cached_property
     def backbone(self) -> models.Backbone:
@@ -238,45 +243,62 @@ class Inversion:
 
     def path(self) -> pd.DataFrame:
         """The search of some tokens of the first prompt step by step, behind its true prefix, from zeros and from the
-        prior mean, in the plane of the embedding matrix's two largest principal components.
+        prior mean, in the plane of the embedding matrix's two largest principal components; kept as a unit.
 
         Returns:
             ``kind`` (``proxy``, ``true``, ``crowd``: rows drawn at random, to show where the vocabulary lies),
             ``position, start, step, token, pc1, pc2, loss, rank``.
         """
-        run = next(run for run in self.study.runs if run.mode == "reference")
-        settings = dataclasses.replace(run.variants()[0].search(KEPT_EVERY), steps=self.study.path.steps)
-        reader, ids = self.reader(run.convention), self.ids(run)[:1]
-        states, plane, middle = reader.states(ids), *principal_plane(reader.embedding)
-        rng, decode = np.random.default_rng(DRAW_SEED), self.backbone.tokenizer.decode
+        folder = self.folder / "runs" / "path"
+        first = self.prompts[0]
+        inputs = {"study": "inversion path", "protocol": PROTOCOL, "model": self.identity, "prompt": first.text}
+        inputs = json.loads(json.dumps(inputs | dataclasses.asdict(self.study.path)))
+        with locked(folder):
+            kept = reusable(folder, inputs)
+            if kept is None:
+                started = time.perf_counter()
+                table = self._path()
+                seconds = time.perf_counter() - started
+                record = provenance(str(accelerator().device), torch.get_num_threads(), seconds)
+                kept = write_result(folder, inputs, {"rows": len(table)}, record, writers({"path.parquet": table}))
+        return kept.table("path.parquet")
 
-        def rows(kind: str, embeddings: Tensor, **others) -> pd.DataFrame:
-            flat = ((embeddings - middle) @ plane).cpu().numpy()
-            return pd.DataFrame({"kind": kind, "pc1": flat[:, 0], "pc2": flat[:, 1], **others})
+    def _path(self) -> pd.DataFrame:
+        reader, decode = self.reader(Convention()), self.backbone.tokenizer.decode
+        ids = torch.tensor([self._encoded(self.prompts[0].text)[: self.study.tokens]], device=reader.device)
+        walks = list(itertools.product(self.study.path.positions, ("zeros", "prior")))
+        places = torch.tensor([position for position, _ in walks])
+        wanted = [
+            Settings(steps=self.study.path.steps, candidates=1, start=start, log_every=KEPT_EVERY) for _, start in walks
+        ]
+        kept: list[tuple[int, int, Tensor]] = []
 
-        crowd = rng.choice(len(reader.embedding), min(CROWD, len(reader.embedding)), replace=False)
-        found = [rows("crowd", reader.embedding[crowd])]
-        for position, start in itertools.product(self.study.path.positions, ("zeros", "prior")):
-            true, proxies, steps = ids[:, position], [], []
+        def keep(step: int, alive: Tensor, proxies: Tensor) -> None:
+            if step % KEPT_EVERY == 0:
+                kept.extend((row, step, proxy) for row, proxy in zip(alive.tolist(), proxies.clone(), strict=True))
 
-            def keep(step, _, now, proxies=proxies, steps=steps):
-                if step % KEPT_EVERY == 0:
-                    proxies.append(now[0].clone())
-                    steps.append(step)
+        prefix, true = ids[:, :-1].repeat(len(walks), 1), ids[0, places]
+        begin = continuous.starts(reader, wanted, [0] * len(walks), prefix, places)
+        driven = continuous.drive(
+            reader, reader.read(prefix), reader.states(ids)[0, places], begin, wanted, true, places, keep
+        )
+        plane, middle = principal_plane(reader.embedding)
 
-            search = dataclasses.replace(settings, start=start)
-            begin = continuous.starts(reader, [search], [0], ids[:, :position], torch.tensor([position]))
-            cache = reader.read(ids[:, :position])
-            driven = continuous.drive(reader, cache, states[:, position], begin, [search], true, watch=keep)
-            log = driven.trace.set_index("step").reindex(steps)
-            walked = rows("proxy", torch.stack(proxies), position=position, step=steps, start=start)
-            found.append(walked.assign(loss=log.loss.to_numpy(), rank=log["rank"].to_numpy()))
-        for position in self.study.path.positions:
-            true = ids[:, position]
-            named = {"position": position, "token": decode(true)}
-            found.append(rows("true", reader.embedding[true], **named))
+        def flat(embeddings: Tensor) -> dict[str, np.ndarray]:
+            return dict(zip(("pc1", "pc2"), ((embeddings - middle) @ plane).T.cpu().numpy(), strict=True))
+
+        walked = pd.DataFrame([(row, step) for row, step, _ in kept], columns=["prompt", "step"])
+        walked = walked.assign(kind="proxy", **flat(torch.stack([proxy for *_, proxy in kept])))
+        walked = walked.merge(driven.trace, on=["prompt", "step"], how="left")
+        walked["position"] = walked.prompt.map(dict(enumerate(places.tolist())))
+        walked["start"] = walked.prompt.map(dict(enumerate(start for _, start in walks)))
+        aims = ids[0, list(self.study.path.positions)]
+        ends = pd.DataFrame({"kind": "true", "position": self.study.path.positions, **flat(reader.embedding[aims])})
+        ends["token"] = [decode([one]) for one in aims.tolist()]
+        rows = np.random.default_rng(DRAW_SEED).choice(len(reader.embedding), min(CROWD, len(reader.embedding)), False)
+        crowd = pd.DataFrame({"kind": "crowd", **flat(reader.embedding[rows])})
         columns = ["kind", "position", "start", "step", "token", "pc1", "pc2", "loss", "rank"]
-        return pd.concat(found, ignore_index=True).reindex(columns=columns)
+        return pd.concat([crowd, walked, ends], ignore_index=True).reindex(columns=columns)
 
 
 class _Row(NamedTuple):
@@ -339,22 +361,26 @@ def run_study(study: Study, only: str | None = None) -> None:
                 inversion.compute(run, progress)
 
 
-def collect(study: Study) -> Result:
+def collect(study: Study, partly: bool = False) -> Result:
     """Write the study's tables from its units, as one result beside them.
 
+    Args:
+        partly: take the runs that are complete; the others are named in the result as ``pending``.
+
     Raises:
-        ResultError: a unit is missing, damaged, or of other parameters.
+        ResultError: a unit is missing (``partly``: of every run), damaged, or of other parameters.
     """
     inversion, started = Inversion(study), time.perf_counter()
     left = {run.name: len(inversion.missing(run)) for run in study.runs}
-    if any(left.values()):
+    if any(left.values()) and not (partly and 0 in left.values()):
         named = ", ".join(f"{name} ({count})" for name, count in left.items() if count)
         raise ResultError(
             f"units of the inversion study are missing: {named}. Run `make inversion SCALE={study.scale}`"
         )
+    runs = [run for run in study.runs if not left[run.name]]
     with threads(config.load_scale(study.scale).threads):
         tokens, trace = (
-            pd.concat([inversion.table(run, name) for run in study.runs], ignore_index=True)
+            pd.concat([inversion.table(run, name) for run in runs], ignore_index=True)
             for name in ("tokens.parquet", "trace.parquet")
         )
         tokens = described(inversion, tokens)
@@ -366,7 +392,7 @@ def collect(study: Study) -> Result:
             ],
             "path.parquet": inversion.path(),
         }
-    units = [inversion.finished(run, n) for run in study.runs for n in range(run.units)]
+    units = [inversion.finished(run, n) for run in runs for n in range(run.units)]
     computed = round(sum(unit.content["provenance"]["seconds"] for unit in units), 1)
     record = provenance(
         str(accelerator().device),
@@ -376,11 +402,11 @@ def collect(study: Study) -> Result:
     )
     vocabulary = len(inversion.backbone.tokenizer)
     values = analysis.summary(tables["prompts.parquet"], tables["tokens.parquet"], vocabulary)
-    values |= {"runs": {run.name: run.units for run in study.runs}, "vocabulary": vocabulary}
+    values |= {"runs": {run.name: run.units for run in runs}, "pending": [name for name, n in left.items() if n]}
+    values["vocabulary"] = vocabulary
     values["duplicate_rows"] = len(inversion_classes(inversion))
-    (inversion.folder / "result.json").unlink(
-        missing_ok=True
-    )  # none of the two, old or new, until all tables are there
+    record_file = inversion.folder / "result.json"
+    record_file.unlink(missing_ok=True)  # none of the two, old or new, until all tables are there
     return write_result(inversion.folder, study_inputs(inversion), values, record, writers(tables))
 
 
