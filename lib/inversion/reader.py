@@ -89,6 +89,21 @@ class Reader:
         known = logits.softmax(-1)
         return torch.nn.functional.pad(known, (0, rows - known.shape[1]))  # rows that the output layer does not have
 
+    @property
+    def reads_expectation(self) -> bool:
+        """Whether states are what the output layer reads: behind all layers and the norm."""
+        layers, _ = decoder_parts(self.backbone)
+        return self.convention.norm == "post" and self.convention.layer in (None, len(layers))
+
+    @torch.no_grad()
+    def expected(self, states: Tensor) -> Tensor | None:
+        """The model's probabilities [B, V] of the next id, read off states [B, d]; None where not in them."""
+        if not self.reads_expectation:
+            return None
+        rows = len(self.embedding)
+        known = self.backbone.model.lm_head(states)[..., :rows].softmax(-1)
+        return torch.nn.functional.pad(known, (0, rows - known.shape[-1]))
+
     @functools.cached_property
     def first_states(self) -> Tensor:
         """States [V, d] of every one-token prompt: a minute or more for 50,000 ids on two cores, once a reader."""
@@ -142,6 +157,28 @@ class Reader:
             )
             found.append(output.last_hidden_state[0])
         return torch.cat(found)
+
+    @torch.no_grad()
+    def branches(self, ids: Tensor, cache: DynamicCache, lengths: Tensor, chain: bool) -> tuple[Tensor, DynamicCache]:
+        """States [B, M, d] of M tokens a prompt, ids [B, M], behind the first ``lengths`` [B] tokens of its cache.
+
+        As a ``chain`` each follows the one before it; else all are candidates for one position and see the prefix and
+        themselves alone. The cache that is given back holds the M tokens behind the given one.
+        """
+        rows, count = ids.shape
+        before = torch.arange(length(cache), device=self.device) < lengths[:, None]
+        among = torch.ones(count, count, device=self.device).tril() if chain else torch.eye(count, device=self.device)
+        mask = torch.cat([before[:, None].expand(-1, count, -1), among.bool().expand(rows, -1, -1)], -1)
+        places = lengths[:, None] + (torch.arange(count, device=self.device) if chain else 0)
+        longer = view(cache)
+        output = self.model(
+            inputs_embeds=self.model.get_input_embeddings()(ids),
+            attention_mask=mask[:, None],
+            position_ids=places.expand(rows, count),
+            cache=longer,
+            use_cache=True,
+        )
+        return output.last_hidden_state, longer
 
     def _step(self, embeddings: Tensor, cache: DynamicCache) -> Tensor:
         positions = torch.full((len(embeddings), 1), length(cache), device=self.device)
@@ -201,6 +238,40 @@ def empty() -> DynamicCache:
 def length(cache: DynamicCache) -> int:
     """Tokens in a cache."""
     return cache.get_seq_length()
+
+
+class Prefixes:
+    """The cached prefixes of n prompts that grow at their own pace: keys and values [n, heads, T, width] a layer."""
+
+    def __init__(self, reader: Reader, n: int, tokens: int):
+        self.reader, self.tokens = reader, tokens
+        self.lengths = torch.zeros(n, dtype=torch.long, device=reader.device)
+        self.cache: DynamicCache | None = None
+
+    def rows(self, rows: Tensor) -> DynamicCache:
+        """The cache of some prompts, as long as the longest of their prefixes."""
+        if self.cache is None:
+            return empty()
+        return view(self.cache, rows, int(self.lengths[rows].max()))
+
+    def append(self, rows: Tensor, longer: DynamicCache, columns: Tensor) -> None:
+        """Take over tokens of ``longer``, the cache that :meth:`Reader.branches` gave back for some prompts.
+
+        ``columns`` [rows, m] are places in it, -1 for none: from the left on, they become the prompts' next tokens.
+        """
+        if self.cache is None:
+            n = len(self.lengths)
+            self.cache = view(longer)
+            for layer in self.cache.layers:
+                for name in ("keys", "values"):
+                    _, heads, _, width = getattr(layer, name).shape
+                    setattr(layer, name, getattr(layer, name).new_zeros(n, heads, self.tokens, width))
+        here, at = (columns >= 0).nonzero(as_tuple=True)
+        targets, places, sources = rows[here], self.lengths[rows[here]] + at, columns[here, at]
+        for own, other in zip(self.cache.layers, longer.layers, strict=True):
+            own.keys[targets, :, places] = other.keys[here, :, sources]
+            own.values[targets, :, places] = other.values[here, :, sources]
+        self.lengths[rows] += (columns >= 0).sum(1)
 
 
 def view(cache: DynamicCache, rows: Tensor | Sequence[int] | None = None, tokens: int | None = None) -> DynamicCache:

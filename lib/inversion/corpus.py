@@ -1,0 +1,58 @@
+"""English text without a download, to fit proposers on: docstrings of pinned packages, read as source, not imported."""
+
+import ast
+import hashlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lib.errors import LeakbookError
+
+FITTED = ("numpy", "scipy", "networkx", "sympy", "transformers")  # what proposers are fitted on
+APART = ("pandas", "matplotlib")  # a second source for evaluation, from other packages
+SHORTEST, LONGEST = 200, 4000  # characters of a docstring that is taken; longer ones are cut
+
+
+class CorpusError(LeakbookError, ValueError):
+    """A package to read is not installed, or there is too little text."""
+
+
+def docstrings(packages: Sequence[str]) -> list[str]:
+    """Docstrings of modules, classes and functions, once each, in order of package, file and line.
+
+    Raises:
+        CorpusError: a package is not installed.
+    """
+    found: dict[str, None] = {}
+    for package in packages:
+        for path in _sources(package):
+            for text in _of_file(path):
+                if len(text) >= SHORTEST:
+                    found.setdefault(text[:LONGEST])
+    return list(found)
+
+
+def _sources(package: str) -> list[Path]:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise CorpusError(f"corpus: package {package!r} is not installed; expected those of requirements.txt")
+    folder = Path(spec.submodule_search_locations[0])
+    files = (path for path in folder.rglob("*.py") if "tests" not in path.parts)
+    return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _of_file(path: Path) -> Iterator[str]:
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError):  # a template, or another encoding
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node)
+            if text:
+                yield text
+
+
+def checksum(texts: Sequence[str]) -> str:
+    """What identifies a corpus: other versions of the packages give another one."""
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()[:16]

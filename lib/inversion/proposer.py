@@ -1,0 +1,136 @@
+"""Guesses for all tokens of a prompt at once, from its states alone and without a model call.
+
+A linear probe reads the embedding off a position's own state, and the state before it says what the model expected
+there: h_{t-1} behind all layers and the norm *is* the input of the output layer. Guesses cost a matrix product; whether
+they are right is for :mod:`lib.inversion.verified` to find out.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lib import files, paths
+from lib.inversion import corpus
+from lib.inversion.reader import InversionError, Reader
+
+VERSION = 1  # raised by hand when a proposer fitted before would be another one
+TOKENS = 60_000  # read to fit a probe: half text, half random ids
+SEQUENCE = 128  # tokens of a sequence that is read
+BATCH = 8
+RIDGE = 1e-3  # of the states' mean square
+TEMPERATURE, FLOOR = 0.2, 1.5e-8  # of the cosine; added to probabilities (e^-18)
+
+
+class Proposer:
+    """A linear probe [d + 1, d] from states to unit embeddings, and the states of all one-token prompts."""
+
+    def __init__(self, reader: Reader, probe: Tensor):
+        self.reader, self.probe = reader, probe
+        self.unit = torch.nn.functional.normalize(reader.embedding, dim=-1)
+
+    def cosines(self, states: Tensor) -> Tensor:
+        """Cosine [..., V] of every vocabulary row with what the probe reads off states [..., d]."""
+        return torch.nn.functional.normalize(_with_one(states) @ self.probe, dim=-1) @ self.unit.T
+
+    def best(self, states: Tensor, expected: Tensor | None) -> Tensor:
+        """The most promising token [B] for states [B, d]; by the probe alone where nothing is known of expectations."""
+        score = self.cosines(states) / TEMPERATURE
+        return (score if expected is None else score + torch.log(expected + FLOOR)).argmax(-1)
+
+    def order(self, states: Tensor, probabilities: Tensor) -> Tensor:
+        """The vocabulary [B, V], most promising first, for states [B, d] where the model expected ``probabilities``.
+
+        Every token takes the better of its ranks by two scores: cosine / 0.2 + log(p + e^-18), and p alone; the first
+        is right more often, the second has the shorter tail.
+        """
+        score = self.cosines(states) / TEMPERATURE + torch.log(probabilities + FLOOR)
+        ranks = [_ranks(score), _ranks(probabilities)]
+        return (torch.minimum(*ranks) * 2 + (ranks[1] < ranks[0])).argsort(-1)
+
+
+def _ranks(score: Tensor) -> Tensor:
+    return score.argsort(-1, descending=True).argsort(-1)
+
+
+def _with_one(states: Tensor) -> Tensor:
+    return torch.cat([states, states.new_ones(*states.shape[:-1], 1)], -1)
+
+
+def fitted(reader: Reader, tokens: int = TOKENS, seed: int = 0) -> Proposer:
+    """The proposer of a model and convention, from the cache folder or fitted and kept there.
+
+    Raises:
+        InversionError: what lies in the cache is of another model, or damaged.
+    """
+    texts = corpus.docstrings(corpus.FITTED)
+    identity = {
+        "version": VERSION,
+        "model": reader.backbone.revision,
+        "name": reader.backbone.name,
+        "convention": str(reader.convention),
+        "rows": len(reader.embedding),
+        "tokens": tokens,
+        "seed": seed,
+        "dtype": str(reader.embedding.dtype),
+        "corpus": corpus.checksum(texts),
+    }
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    path = paths.cache() / "proposers" / f"{key}.safetensors"
+    with files.locked(path):
+        if not path.exists():
+            probe = fit(reader, sequences(reader, texts, tokens, seed))
+            with files.building(path) as unfinished:
+                save_file({"probe": probe.contiguous()}, unfinished, metadata={"identity": json.dumps(identity)})
+    return read(reader, path)
+
+
+def read(reader: Reader, path: Path) -> Proposer:
+    """A proposer that was kept.
+
+    Raises:
+        InversionError: it is of another width than the reader's, or cannot be read.
+    """
+    try:
+        probe = load_file(path, device=str(reader.device))["probe"]
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
+        raise InversionError(f"proposer {path}: cannot be read ({error}); delete it, and it is fitted again") from error
+    if probe.shape != (reader.width + 1, reader.width):
+        raise InversionError(
+            f"proposer {path}: is for states of width {probe.shape[1]}, expected {reader.width}: of another model"
+        )
+    return Proposer(reader, probe)
+
+
+def sequences(reader: Reader, texts: Sequence[str], tokens: int, seed: int) -> Tensor:
+    """Ids [n, 128] to fit on: half of them text, half drawn at random."""
+    half = max(1, tokens // 2 // SEQUENCE)
+    rng = torch.Generator().manual_seed(seed)
+    rows: list[Tensor] = []
+    for place in torch.randperm(len(texts), generator=rng).tolist():
+        ids = reader.backbone.tokenizer(texts[place], add_special_tokens=False)["input_ids"]
+        rows += torch.tensor(ids[: len(ids) // SEQUENCE * SEQUENCE], dtype=torch.long).view(-1, SEQUENCE)
+        if len(rows) >= half:
+            break
+    drawn = torch.randint(len(reader.embedding), (half, SEQUENCE), generator=rng)
+    return torch.cat([torch.stack(rows[:half]), drawn]) if rows else drawn
+
+
+def fit(reader: Reader, ids: Tensor) -> Tensor:
+    """The ridge regression [d + 1, d] from states to unit embeddings, first positions left out, in float64."""
+    width = reader.width
+    square = torch.zeros(width + 1, width + 1, dtype=torch.float64)
+    cross = torch.zeros(width + 1, width, dtype=torch.float64)
+    unit = torch.nn.functional.normalize(reader.embedding, dim=-1)
+    for part in ids.split(BATCH):
+        part = part.to(reader.device)
+        states = _with_one(reader.states(part)[:, 1:]).flatten(0, 1).double().cpu()
+        square += states.T @ states
+        cross += states.T @ unit[part[:, 1:]].flatten(0, 1).double().cpu()
+    ridge = RIDGE * square.diagonal().mean() * torch.eye(width + 1, dtype=torch.float64)
+    return torch.linalg.solve(square + ridge, cross).to(unit)

@@ -1,0 +1,132 @@
+"""Exact inversion: propose, verify, repair, on the tiny models in float64."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lib import models
+from lib.inversion import proposer, verified
+from lib.inversion.reader import Convention, InversionError, Prefixes, Reader
+
+NAMES = ("tiny-gpt2", "tiny-llama")
+CONVENTIONS = (Convention(), Convention(norm="pre"), Convention(layer=2, norm="pre"))
+SETTINGS = verified.Settings(ahead=3, stages=(4, 16, 64), refit=16)
+
+
+@pytest.fixture(scope="module")
+def made():
+    """A reader in float64 and its proposer, by model and convention."""
+    kept = {}
+
+    def make(name, convention=CONVENTIONS[0]):
+        if (name, convention) not in kept:
+            reader = Reader(models.load(name, dtype=torch.float64), convention)
+            ids = torch.randint(1024, (20, 64), generator=torch.Generator().manual_seed(1))
+            kept[name, convention] = reader, proposer.Proposer(reader, proposer.fit(reader, ids))
+        return kept[name, convention]
+
+    return make
+
+
+def drawn(prompts, tokens, seed=0):
+    return torch.randint(1024, (prompts, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("convention", CONVENTIONS, ids=str)
+def test_every_prompt_comes_back_exactly(made, name, convention):
+    reader, own = made(name, convention)
+    ids = drawn(4, 12)
+    found = verified.invert(reader, reader.states(ids), own, SETTINGS)
+    assert found.exact(ids).all() and (found.tokens.residual <= found.tolerance).all()
+    assert found.tolerance < 1e-20 and not found.tokens.status.eq(verified.BEST).any()
+    assert found.tokens[["prompt", "position"]].values.tolist() == [[p, t] for p in range(4) for t in range(12)]
+    assert found.read >= found.tokens.candidates.sum()
+
+
+def blind(reader):
+    """A proposer that knows nothing."""
+    noise = torch.randn(reader.width + 1, reader.width, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return proposer.Proposer(reader, noise)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("convention", CONVENTIONS, ids=str)
+def test_a_proposer_that_knows_nothing_costs_candidates_and_no_exactness(made, name, convention):
+    reader, own = made(name, convention)
+    ids = drawn(3, 6, seed=2)
+    found = verified.invert(reader, reader.states(ids), blind(reader), SETTINGS)
+    helped = verified.invert(reader, reader.states(ids), own, SETTINGS)
+    assert found.exact(ids).all() and found.tokens.candidates.sum() > helped.tokens.candidates.sum()
+    assert found.tokens.candidates.max() <= 1024
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_branches_are_the_states_of_whole_prompts(made, name):
+    reader, _ = made(name)
+    ids, prefixes, rows = drawn(3, 8), Prefixes(reader, 3, 8), torch.arange(3)
+    whole = reader.states(ids)
+    for stop in ([2, 1, 3], [3, 4, 3], [8, 8, 8]):  # prompts that grow at their own pace
+        lengths = prefixes.lengths.clone()
+        most = max(b - int(a) for a, b in zip(lengths, stop, strict=True))
+        places = (lengths[:, None] + torch.arange(most)).clamp(max=7)
+        states, longer = reader.branches(ids[rows[:, None], places], prefixes.rows(rows), lengths, chain=True)
+        wanted = (lengths[:, None] + torch.arange(most)) < torch.tensor(stop)[:, None]
+        torch.testing.assert_close(states[wanted], whole[rows[:, None], places][wanted], atol=1e-10, rtol=0)
+        columns = torch.where(wanted, longer.get_seq_length() - most + torch.arange(most), -1)
+        prefixes.append(rows, longer, columns)
+        assert prefixes.lengths.tolist() == stop
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(NAMES), st.lists(st.integers(0, 1023), min_size=1, max_size=20))
+def test_any_sequence_within_the_context_comes_back(made, name, sequence):
+    reader, own = made(name)
+    ids = torch.tensor([sequence])
+    assert verified.invert(reader, reader.states(ids), own, SETTINGS).ids.tolist() == [sequence]
+
+
+def test_a_class_of_equal_rows_is_named(made):
+    reader, own = made("tiny-llama")
+    other = Reader(models.load("tiny-llama", dtype=torch.float64))
+    with torch.no_grad():
+        other.embedding[7] = other.embedding[900]
+    ids = torch.tensor([[3, 900, 5]])
+    found = verified.invert(other, other.states(ids), proposer.Proposer(other, own.probe), SETTINGS)
+    assert found.tokens.status.tolist()[1] == verified.AMBIGUOUS and int(found.ids[0, 1]) in (7, 900)
+    assert found.ids[0, [0, 2]].tolist() == [3, 5]
+
+
+def test_states_that_no_token_reproduces_are_best_effort_and_the_other_rows_finish(made):
+    reader, own = made("tiny-llama")
+    ids = drawn(2, 4)
+    states = reader.states(ids)
+    states[0, 2] += 0.01 * torch.randn(reader.width, generator=torch.Generator().manual_seed(0), dtype=states.dtype)
+    found = verified.invert(reader, states, own, SETTINGS)
+    status = found.tokens.pivot(index="prompt", columns="position", values="status")
+    assert status.loc[0, 2] == verified.BEST and not (status.loc[1] == verified.BEST).any()
+    assert found.ids.tolist() == ids.tolist()  # the nearest is still the right one
+    assert found.tokens.candidates.max() == 1024
+
+
+def test_a_margin_tells_the_answer_from_the_runner_up(made):
+    reader, _ = made("tiny-gpt2")
+    ids = drawn(2, 10, seed=3)
+    found = verified.invert(reader, reader.states(ids), blind(reader), SETTINGS)
+    unique = found.tokens[found.tokens.status == verified.UNIQUE]
+    assert len(unique) and unique.margin.min() > 1e6
+    assert np.isnan(found.tokens.margin[found.tokens.candidates == 1]).all()
+
+
+def test_a_proposer_of_another_width_is_refused(made, tmp_path):
+    from safetensors.torch import save_file
+
+    reader, _ = made("tiny-llama")
+    save_file({"probe": torch.zeros(33, 32)}, tmp_path / "p.safetensors")
+    with pytest.raises(InversionError, match="of width 32, expected 64: of another model"):
+        proposer.read(reader, tmp_path / "p.safetensors")
+    (tmp_path / "p.safetensors").write_bytes(b"not one")
+    with pytest.raises(InversionError, match="delete it, and it is fitted again"):
+        proposer.read(reader, tmp_path / "p.safetensors")
