@@ -383,6 +383,29 @@ def inversion(scale: str, jobs: int, only: str | None, partly: bool) -> None:
 
 
 @main.command()
+@click.argument("states", type=click.Path(path_type=Path))
+@click.option("--model", required=True, help="a built-in name, a directory or a hub id: whose states they are")
+@click.option("--layer", type=click.IntRange(1), help="behind how many layers they were taken; default: all")
+@click.option("--norm", type=click.Choice(["pre", "post"]), default="post", show_default=True)
+@click.option("--trusted", is_flag=True, help="do not check layer and norm against all one-token prompts first")
+@click.option("--output", type=click.Path(path_type=Path), help="a CSV file for what was found, token by token")
+def invert(states: Path, model: str, layer: int | None, norm: str, trusted: bool, output: Path | None) -> None:
+    """Read prompts back from hidden STATES: a .npy, .safetensors or .pt file with an array [prompts, positions, width].
+
+    hidden_states[-1] of transformers is behind all layers, post norm; hidden_states[k] is layer k, pre.
+    """
+    from lib.inversion import own
+    from lib.inversion.reader import Convention
+
+    table, found = own.read_back(model, own.load_states(states), Convention(layer, norm), trusted)
+    for row in table.itertuples():
+        click.echo(f"{row.prompt}\t{row.status}, {row.candidates} candidates\t{row.text!r}")
+    if output is not None:
+        with files.building(output) as unfinished:
+            found.tokens.to_csv(unfinished, index=False)
+
+
+@main.command()
 @SCALE
 def reference(scale: str) -> None:
     """Make this machine's complete local results of one scale the committed reference: all of them or none."""

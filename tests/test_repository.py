@@ -113,6 +113,7 @@ def test_modules_import_one_way():
         "inversion.corpus",
         "inversion.proposer",
         "inversion.verified",
+        "inversion.own",
         "inversion.settings",
         "inversion.analysis",
         "inversion.study",

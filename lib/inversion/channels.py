@@ -1,21 +1,38 @@
-"""What happens to hidden states between the model and whoever reads them: precision, quantisation, noise."""
+"""What happens to hidden states between the model and whoever reads them: precision, quantisation, noise, secret keys.
+
+Every channel says what is secret about it and whether it is deterministic. What is not secret is known to the attacker,
+scales and sigma included: a deterministic channel without a secret can be applied to any candidate's state as well.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from scipy import optimize, stats
 from torch import Tensor
 
 from lib.inversion.reader import InversionError
 
+NOTHING = "nothing"
+
 
 @dataclass(frozen=True)
 class Channel:
-    """A released state is ``release`` of the true one. ``deterministic``: an attacker who knows it can do the same."""
+    """A released state is ``release`` of the true one, rows [..., d]; noise and keys come from the generator.
+
+    ``deterministic``: the same states are released alike every time. ``secret`` says what the attacker does not know.
+    """
 
     name: str
     deterministic: bool
     release: Callable[[Tensor, torch.Generator], Tensor]
+    secret: str = NOTHING
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the attacker can do to a candidate's state what was done to the true one."""
+        return self.deterministic and self.secret == NOTHING
 
 
 def clean() -> Channel:
@@ -45,6 +62,38 @@ def quantised(bits: int) -> Channel:
     return Channel(f"{bits}-bit", True, release)
 
 
+def clipped(bound: float) -> Channel:
+    """Every coordinate held within ``bound`` times the root mean square of its row.
+
+    Raises:
+        InversionError: a bound of zero or less.
+    """
+    if not bound > 0:
+        raise InversionError(f"clipping: got the bound {bound}, expected more than 0")
+
+    def release(states: Tensor, _: torch.Generator) -> Tensor:
+        edge = bound * _rms(states)
+        return states.clamp(-edge, edge)
+
+    return Channel(f"clipped {bound:g}", True, release)
+
+
+def largest(share: float) -> Channel:
+    """Of every row the coordinates largest in size, a ``share`` of them; the others are zero (top-k sparsification).
+
+    Raises:
+        InversionError: no share.
+    """
+    if not 0 < share <= 1:
+        raise InversionError(f"sparsification: got the share {share}, expected more than 0, at most 1")
+
+    def release(states: Tensor, _: torch.Generator) -> Tensor:
+        kept = states.abs().topk(max(1, round(share * states.shape[-1])), dim=-1).indices
+        return torch.zeros_like(states).scatter(-1, kept, states.gather(-1, kept))
+
+    return Channel(f"top {share:g}", True, release)
+
+
 def gaussian(sigma: float) -> Channel:
     """Independent normal noise on every coordinate, ``sigma`` times the root mean square of its row.
 
@@ -55,26 +104,143 @@ def gaussian(sigma: float) -> Channel:
         raise InversionError(f"noise: got sigma {sigma}, expected at least 0")
 
     def release(states: Tensor, generator: torch.Generator) -> Tensor:
-        noise = torch.randn(states.shape, generator=generator, dtype=states.dtype).to(states.device)
-        return states + sigma * states.square().mean(-1, keepdim=True).sqrt() * noise
+        return states + sigma * _rms(states) * _normal(states, generator)
 
-    return Channel(f"gaussian {sigma:g}", False, release)
+    return Channel(f"gaussian {sigma:g}", False, release, "the noise")
+
+
+def laplace(scale: float) -> Channel:
+    """Independent Laplace noise on every coordinate, its scale b = ``scale`` times the root mean square of its row.
+
+    Raises:
+        InversionError: a negative scale.
+    """
+    if scale < 0:
+        raise InversionError(f"noise: got the scale {scale}, expected at least 0")
+
+    def release(states: Tensor, generator: torch.Generator) -> Tensor:
+        uniform = torch.rand(states.shape, generator=generator, dtype=torch.float64) - 0.5
+        noise = -uniform.sign() * torch.log1p(-2 * uniform.abs().clamp(max=0.5 - 1e-12))
+        return states + scale * _rms(states) * noise.to(states)
+
+    return Channel(f"laplace {scale:g}", False, release, "the noise")
+
+
+def dropout(rate: float) -> Channel:
+    """Every coordinate zeroed with a chance of ``rate``, the others divided by what is left.
+
+    Raises:
+        InversionError: a rate that is no chance, or 1.
+    """
+    if not 0 <= rate < 1:
+        raise InversionError(f"dropout: got the rate {rate}, expected 0 to below 1")
+
+    def release(states: Tensor, generator: torch.Generator) -> Tensor:
+        kept = torch.rand(states.shape, generator=generator) >= rate
+        return states * kept.to(states) / (1 - rate)
+
+    return Channel(f"dropout {rate:g}", False, release, "the coordinates that were dropped")
+
+
+def permuted() -> Channel:
+    """All rows' coordinates in one secret order (arXiv:2505.18332); the generator's state is the key."""
+
+    def release(states: Tensor, generator: torch.Generator) -> Tensor:
+        return states[..., torch.randperm(states.shape[-1], generator=generator).to(states.device)]
+
+    return Channel("permuted", True, release, "the order of coordinates")
+
+
+def rotated() -> Channel:
+    """All rows in one secret orthonormal basis, drawn evenly (QR of a normal matrix); the generator is the key."""
+
+    def release(states: Tensor, generator: torch.Generator) -> Tensor:
+        width = states.shape[-1]
+        basis, upper = torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64))
+        return states @ (basis * upper.diagonal().sign()).to(states)
+
+    return Channel("rotated", True, release, "the basis")
+
+
+def private(clip: float, sigma: float) -> Channel:
+    """Rows cut to the Euclidean norm ``clip``, then normal noise of ``sigma`` on every coordinate: (epsilon, delta)-
+    differentially private a row, see :func:`epsilon`.
+
+    Raises:
+        InversionError: a clip or sigma of zero or less.
+    """
+    if not clip > 0 or not sigma > 0:
+        raise InversionError(f"private release: got clip {clip} and sigma {sigma}, expected more than 0")
+
+    def release(states: Tensor, generator: torch.Generator) -> Tensor:
+        held = states * (clip / states.norm(dim=-1, keepdim=True)).clamp(max=1)
+        return held + sigma * _normal(states, generator)
+
+    return Channel(f"private {clip:g} {sigma:g}", False, release, "the noise")
+
+
+def epsilon(clip: float, sigma: float, delta: float) -> float:
+    """The epsilon of :func:`private` for one row at a ``delta``: any row may be exchanged for any other (2 clip apart).
+
+    By the exact condition of the Gaussian mechanism, delta = Phi(D / 2s - e s / D) - exp(e) Phi(-D / 2s - e s / D),
+    with the sensitivity D (Balle and Wang, arXiv:1805.06530).
+
+    Raises:
+        InversionError: a delta that is no chance, or numbers of zero or less.
+    """
+    if not 0 < delta < 1 or not clip > 0 or not sigma > 0:
+        raise InversionError(
+            f"epsilon: got clip {clip}, sigma {sigma}, delta {delta}, expected numbers above 0, delta < 1"
+        )
+    ratio = 2 * clip / sigma
+
+    def excess(e: float) -> float:
+        second = e + stats.norm.logcdf(-ratio / 2 - e / ratio)
+        return float(stats.norm.cdf(ratio / 2 - e / ratio) - np.exp(second) - delta)
+
+    if excess(0.0) <= 0:
+        return 0.0
+    high = 1.0
+    while excess(high) > 0:
+        high *= 2
+    return float(optimize.brentq(excess, 0.0, high))
+
+
+def _rms(states: Tensor) -> Tensor:
+    return states.square().mean(-1, keepdim=True).sqrt()
+
+
+def _normal(states: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(states.shape, generator=generator, dtype=states.dtype).to(states.device)
+
+
+_NAMED: dict[str, Callable[..., Channel]] = {
+    "gaussian": gaussian,
+    "laplace": laplace,
+    "clipped": clipped,
+    "top": largest,
+    "dropout": dropout,
+    "private": private,
+    "clean": clean,
+    "bf16": bfloat16,
+    "permuted": permuted,
+    "rotated": rotated,
+}
 
 
 def named(name: str) -> Channel:
-    """A channel by its name in ``params/inversion.yaml``: ``clean``, ``bf16``, ``4-bit``, ``gaussian 0.1``.
+    """A channel by the name that it has: ``clean``, ``bf16``, ``4-bit``, ``gaussian 0.1``, ``private 10 0.5``.
 
     Raises:
-        InversionError: no channel has that name.
+        InversionError: no channel has that name, or its numbers are out of range.
     """
-    if name in ("clean", "bf16"):
-        return clean() if name == "clean" else bfloat16()
+    kind, *numbers = name.split()
     try:
-        if name.endswith("-bit"):
-            return quantised(int(name.removesuffix("-bit")))
-        if name.startswith("gaussian "):
-            return gaussian(float(name.removeprefix("gaussian ")))
-    except ValueError as error:
-        if isinstance(error, InversionError):
-            raise
-    raise InversionError(f"channel: got {name!r}, expected clean, bf16, <k>-bit or gaussian <sigma>")
+        if kind.endswith("-bit") and not numbers:
+            return quantised(int(kind.removesuffix("-bit")))
+        return _NAMED[kind](*map(float, numbers))
+    except InversionError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        known = ", ".join(["<k>-bit", *_NAMED])
+        raise InversionError(f"channel: got {name!r}, expected one of {known}, with its numbers") from error

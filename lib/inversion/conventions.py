@@ -41,8 +41,10 @@ def fitting(backbone: Backbone, states: Tensor, ids: Tensor | None = None) -> pd
     return pd.DataFrame(table, columns=["layer", "norm", "residual"]).sort_values("residual", ignore_index=True)
 
 
-def check(reader: Reader, states: Tensor, ids: Tensor | None = None) -> None:
+def check(reader: Reader, states: Tensor, ids: Tensor | None = None, fits: float | None = None) -> None:
     """Refuse states that the reader's convention does not reproduce; see :func:`fitting` for what it costs.
+
+    ``fits`` is the residual below which a row counts as reproduced.
 
     Raises:
         InversionError: naming the convention that fits, or that none does.
@@ -51,9 +53,10 @@ def check(reader: Reader, states: Tensor, ids: Tensor | None = None) -> None:
     best, stated = table.iloc[0], reader.convention
     layer = "last" if stated.layer in (None, len(decoder_parts(reader.backbone)[0])) else stated.layer
     own = table[(table.layer == layer) & (table.norm == stated.norm)].residual.iloc[0]
-    if own <= FITS:
+    fits = fits or FITS
+    if own <= fits:
         return
-    if best.residual > FITS:
+    if best.residual > fits:
         raise InversionError(
             f"hidden states: no layer of {reader.backbone.name} reproduces them (nearest: layer {best.layer}, "
             f"{best.norm}-norm, off by {best.residual:.2g} of their square): expected states of this model, undefended"
