@@ -236,6 +236,18 @@ def _online(results: Mapping[str, Any]) -> Decision:
     return _decision(measured, 0 < found["failed"] == found["flagged"] and found["false"] == 0)
 
 
+def _of_failures(decide: Callable[[Mapping[str, Any]], Decision]) -> Callable[[Mapping[str, Any]], Decision]:
+    """A claim about failures is decided on one run, and by nothing where that was not made."""
+
+    @functools.wraps(decide)
+    def decided(results: Mapping[str, Any]) -> Decision:
+        failures = results["failures"]
+        return Decision("not run: K = 1000 from zeros", NOT_TESTABLE) if failures is None else decide(failures)
+
+    return decided
+
+
+@_of_failures
 def _function_words(results: Mapping[str, Any]) -> Decision:
     first = results["first_errors"]
     share = first["function words"] / max(first["of"], 1)
@@ -245,6 +257,7 @@ def _function_words(results: Mapping[str, Any]) -> Decision:
     return _decision(measured, share > 0.5)
 
 
+@_of_failures
 def _content_words(results: Mapping[str, Any]) -> Decision:
     errors, of = results["error_rates"].get("content word", (0, 0))
     if of == 0:
@@ -252,6 +265,7 @@ def _content_words(results: Mapping[str, Any]) -> Decision:
     return _decision(f"{errors} of {of} fail", errors / of <= 0.05)
 
 
+@_of_failures
 def _near_misses(results: Mapping[str, Any]) -> Decision:
     fates = results["misses"]
     near, basin = fates.get("near miss", 0), fates.get("wrong basin", 0)
@@ -260,6 +274,7 @@ def _near_misses(results: Mapping[str, Any]) -> Decision:
     return _decision(f"{near} of {near + basin} failures", near > basin)
 
 
+@_of_failures
 def _metrics(results: Mapping[str, Any]) -> Decision:
     shares = results["metrics"]
     told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
@@ -269,9 +284,11 @@ def _metrics(results: Mapping[str, Any]) -> Decision:
 
 def _two_humped(results: Mapping[str, Any]) -> Decision:
     costs = results["cost"]
+    if not costs["of"]:
+        return Decision("not run", NOT_TESTABLE)
     ends = costs["few"] + costs["all"]
     measured = f"{costs['few']} of {costs['of']} tokens within 10 candidates, {costs['all']} after all of them"
-    return _decision(measured, costs["of"] > 0 and ends / costs["of"] >= 0.8 and min(costs["few"], costs["all"]) > 0)
+    return _decision(measured, ends / costs["of"] >= 0.8 and min(costs["few"], costs["all"]) > 0)
 
 
 def _seconds(results: Mapping[str, Any]) -> Decision:

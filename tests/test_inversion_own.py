@@ -85,10 +85,14 @@ def test_states_of_another_model_are_refused(monkeypatch):
     ("make", "message"),
     [
         (lambda path: None, "does not exist"),
-        (lambda path: np.save(path, np.arange(5)), r"got \[5\], expected numbers"),
-        (lambda path: np.save(path, np.arange(12).reshape(3, 4)), r"got \[3, 4\], expected numbers"),
+        (lambda path: np.save(path, np.arange(5)), r"got \[5\] of torch.int64, expected floating-point"),
+        (
+            lambda path: np.save(path, np.arange(12).reshape(3, 4)),
+            r"got \[3, 4\] of torch.int64, expected floating-point",
+        ),
         (lambda path: np.save(path, np.array([{"a": 1}], dtype=object)), "cannot be read"),
         (lambda path: path.write_bytes(b"nothing"), "cannot be read"),
+        (lambda path: np.save(path, np.zeros((0, 3, 4))), "which is empty"),
     ],
 )
 def test_files_that_hold_no_states_are_refused(tmp_path, make, message):
@@ -99,6 +103,9 @@ def test_files_that_hold_no_states_are_refused(tmp_path, make, message):
 
 def test_other_endings_and_files_of_several_arrays_are_refused(tmp_path):
     (tmp_path / "states.csv").write_text("1")
+    (tmp_path / "states.pt").write_bytes(b"nothing")
+    with pytest.raises(InversionError, match="cannot be read"):
+        own.load_states(tmp_path / "states.pt")
     with pytest.raises(InversionError, match="got the ending '.csv', expected one of .npy"):
         own.load_states(tmp_path / "states.csv")
     save_file({"a": torch.zeros(1, 2), "b": torch.zeros(1, 2)}, tmp_path / "two.safetensors")

@@ -14,7 +14,7 @@ import torch
 import yaml
 from click.testing import CliRunner
 
-from lib import paths
+from lib import collection, paths, results
 from lib.__main__ import main
 from lib.config import ConfigError
 from lib.inversion import analysis, settings, study
@@ -86,6 +86,12 @@ def test_documents_of_a_data_set_are_streamed_in_order_and_short_ones_passed_ove
         ({"configurations": {"a": {"layer": 3}}}, "configuration 'a' is {'layer': 3}, expected some of steps"),
         ({"configurations": {"a": {"start": "here"}}}, "start is 'here'"),
         ({"stepz": 3}, "unknown parameter 'stepz'"),
+        ({"mode": "lm-order", "steps": None, "candidates": None, "channels": ["bf16"]}, "expected clean alone"),
+        (
+            {"mode": "lm-order", "steps": None, "candidates": None, "configurations": {"a": {}}},
+            "mode lm-order takes no configurations",
+        ),
+        ({"configurations": {"blind": {}}}, "'blind' names two runs or configurations"),
         ({"channels": ["3-bits"]}, "channel: got '3-bits'"),
         ({"channels": ["gaussian x"]}, "channel: got 'gaussian x'"),
     ],
@@ -137,7 +143,10 @@ def test_one_run_with_the_true_prefix_gives_every_window():
     assert analysis.recovered(REFERENCE, 100).tolist() == [True, True, True, True, False, False]
     found = analysis.grid(REFERENCE, [1, 100]).set_index("candidates")
     assert found.recovered.tolist() == [2, 4] and found.of.tolist() == [6, 6]
-    assert found.low[1] == pytest.approx(0.0968, abs=1e-3) and found.high[1] == pytest.approx(0.7000, abs=1e-3)
+    assert analysis.wilson(2, 6) == pytest.approx((0.0968, 0.7000), abs=1e-3)
+    assert found.low[1] == 0.0 and found.high[1] == pytest.approx(
+        0.7, abs=1e-3
+    )  # both prompts, or b or a alone: 2, 0, 4 of 6
     exact = analysis.exact_by_length(REFERENCE, 100)
     assert exact.exact.tolist() == [2, 1, 1] and exact.of.tolist() == [2, 2, 2]
     assert analysis.exact_by_length(REFERENCE, 1).exact.tolist() == [1, 0, 0]
@@ -279,6 +288,45 @@ def test_what_is_finished_is_used_again_and_what_is_missing_computed(smoke_study
     assert [path for path in before if after[path] != before[path]] == [last / "result.json"]
     new = study.collect(SMOKE).table("tokens.parquet")
     pd.testing.assert_frame_equal(old.drop(columns="seconds"), new.drop(columns="seconds"))
+
+
+def test_a_position_searched_behind_others_than_lie_before_it_is_refused(smoke_study):
+    inversion = study.Inversion(SMOKE)
+    run = next(run for run in SMOKE.runs if run.name == "published")
+    first = inversion.unit_folder(run, 0)
+    kept = {path: path.read_bytes() for path in first.iterdir()}
+    tokens = pd.read_parquet(first / "tokens.parquet")
+    values = {"tokens": len(tokens), "timed": True}
+    try:
+        changed = collection.writers({"tokens.parquet": tokens.assign(found_id=1), "trace.parquet": tokens[:0]})
+        results.write_result(first, inversion.inputs(run, 0), values, {"seconds": 0.0, "threads": 1}, changed)
+        with pytest.raises(ResultError, match="was searched behind other tokens"):
+            study.run_study(SMOKE)
+    finally:
+        for path, content in kept.items():
+            path.write_bytes(content)
+
+
+def test_an_edited_prompt_is_another_study(smoke_study, monkeypatch):
+    texts = settings.prompts("written", 4)
+    texts[3] = dataclasses.replace(texts[3], text="Another text, " * 5)
+    monkeypatch.setattr(study, "prompts", lambda *_: texts)
+    with pytest.raises(ResultError, match="texts is"):
+        study.load(SMOKE, "local")
+
+
+def test_runs_that_the_model_does_not_allow_are_refused_before_any_is_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("LEAKBOOK_OUTPUTS", str(tmp_path))
+    run = SMOKE.runs[-1]
+    for change, message in (
+        ({"layer": 9}, "layer: got 9, expected 1 to 3"),
+        ({"mode": "random-proxy", "candidates": 2000, "norm": "post"}, "got C = 2000, expected at most 1024"),
+        ({"tokens": 300}, "300 tokens, expected at most 256"),
+    ):
+        runs = (*SMOKE.runs[:1], dataclasses.replace(run, name="late", **change))
+        with pytest.raises(InversionError, match=message):
+            study.run_study(dataclasses.replace(SMOKE, runs=runs))
+    assert not list(tmp_path.rglob("result.json"))
 
 
 def test_a_unit_of_other_settings_is_refused_before_anything_runs(smoke_study):

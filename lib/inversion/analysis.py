@@ -1,5 +1,6 @@
 """What the tables of an inversion study say: exact match by window and length, the alarm as a signal, who fails."""
 
+import re
 import warnings
 
 import numpy as np
@@ -24,6 +25,17 @@ def wilson(k: int, n: int) -> tuple[float, float]:
     return float(found.low), float(found.high)
 
 
+def clustered(hits: pd.Series, groups: pd.Series) -> tuple[float, float]:
+    """An interval of a share over positions that belong to prompts: the wider of Wilson's and the bootstrap's over
+    prompts, edge by edge."""
+    low, high = wilson(hits.sum(), len(hits))
+    counts = hits.astype(float).groupby(groups.to_numpy()).agg(["sum", "size"]).to_numpy()
+    rows = np.random.default_rng(0).integers(len(counts), size=(2000, len(counts)))
+    shares = counts[rows, 0].sum(1) / counts[rows, 1].sum(1)
+    below, above = np.percentile(shares, [2.5, 97.5])
+    return min(low, float(below)), max(high, float(above))
+
+
 def recovered(tokens: pd.DataFrame, candidates: int) -> pd.Series:
     """Whether each position of reference-commit runs would be recovered with C ``candidates``.
 
@@ -39,14 +51,15 @@ def grid(tokens: pd.DataFrame, windows: list[int]) -> pd.DataFrame:
     """Positions recovered by every reference run and window C, and by the controls with as many candidates.
 
     Returns:
-        ``layer, name`` (K steps, or the control), ``candidates, recovered, of, share, low, high`` (Wilson).
+        ``layer, configuration, name`` (of the configuration, without its layer; or of the control), ``candidates,
+        recovered, of, share, low, high`` (see :func:`clustered`).
     """
     rows = []
     for (configuration, layer), part in tokens.groupby(["configuration", "layer"], sort=False):
         mode = part["mode"].iloc[0]
         if mode == "reference":
             hits = {c: recovered(part, c) for c in windows}
-            name = f"K = {int(part.steps.max())}"
+            name = re.sub(r"^layer \d+ ", "", configuration)
         elif mode == "lm-order":
             right = part.found_id == part.true_id
             hits, name = {c: right & (part.candidates <= c) for c in windows}, "language model's order"
@@ -57,7 +70,7 @@ def grid(tokens: pd.DataFrame, windows: list[int]) -> pd.DataFrame:
         else:
             continue
         for c, hit in hits.items():
-            low, high = wilson(hit.sum(), len(hit))
+            low, high = clustered(hit, part.prompt)
             row = {"configuration": configuration, "layer": layer, "name": name, "candidates": c}
             rows.append(
                 row | {"recovered": int(hit.sum()), "of": len(hit), "share": hit.mean(), "low": low, "high": high}
@@ -133,7 +146,7 @@ def signal_curves(tokens: pd.DataFrame, per: str) -> dict[str, pd.DataFrame]:
 
     Args:
         tokens: a blind run in one channel.
-        per: ``token``: those behind a true prefix alone, the first wrong one included. ``prompt``: the signals are
+        per: ``token``: searched ones behind a true prefix, the first wrong one included. ``prompt``: the signals are
             summed over the prompt.
     """
     return {name: roc(score, wrong) for name, (score, wrong) in _signals(tokens, per).items()}
@@ -155,7 +168,7 @@ def _signals(tokens: pd.DataFrame, per: str) -> dict[str, tuple[np.ndarray, np.n
     ordered = tokens.sort_values(["prompt", "position"])
     wrong = ordered.found_id != ordered.true_id
     if per == "token":
-        part = ordered[at_risk(ordered)]
+        part = ordered[at_risk(ordered) & (ordered.steps > 0)]  # a first token that was looked up has no plateau
         return {name: (part[column].to_numpy(), wrong[part.index].to_numpy()) for name, column in SIGNALS.items()}
     grouped = ordered.assign(wrong=wrong).groupby("prompt")
     truth = grouped.wrong.any().to_numpy()
@@ -194,13 +207,13 @@ def alarm_delays(tokens: pd.DataFrame) -> pd.DataFrame:
 
 
 def candidate_spread(tokens: pd.DataFrame) -> pd.DataFrame:
-    """Candidates verified for a searched token of published mode: quantiles, and how many tokens took very few or all.
+    """Candidates verified for a searched token of published mode behind a true prefix: how many took very few or all.
 
     Returns:
         A row a configuration: ``tokens, median, mean``, ``at most 10``, ``between``, ``all of them``.
     """
     part = verified(tokens)
-    part = part[part.steps > 0]
+    part = part[(part.steps > 0) & at_risk(part)]
     rows = {}
     for name, own in part.groupby("configuration", sort=False):
         few = (own.candidates <= 10) & ~own.fallback
@@ -223,27 +236,20 @@ def at_risk(tokens: pd.DataFrame) -> pd.Series:
 def error_rates(tokens: pd.DataFrame, candidates: int) -> pd.DataFrame:
     """Error rate of every kind of token behind a true prefix, position 0 apart.
 
-    Intervals by the bootstrap over prompts, since tokens of a prompt share its text.
+    Intervals as of :func:`clustered`, since tokens of a prompt share its text.
 
     Returns:
         ``category, errors, of, rate, low, high``; the category of position 0 is ``first token``.
     """
     failed = tokens.assign(error=~recovered(tokens, candidates))
     failed["category"] = failed.category.where(failed.position > 0, "first token")
-    counts = failed.groupby(["prompt", "category"]).error.agg(["sum", "size"]).unstack(fill_value=0)
-    errors, sizes = counts["sum"].astype(float), counts["size"].astype(float)
-    rng, rates = np.random.default_rng(0), []
-    for _ in range(2000):
-        rows = rng.integers(len(counts), size=len(counts))
-        with np.errstate(invalid="ignore"):
-            rates.append(errors.to_numpy()[rows].sum(0) / sizes.to_numpy()[rows].sum(0))
-    low, high = np.nanpercentile(rates, [2.5, 97.5], axis=0)
-    table = pd.DataFrame({"errors": errors.sum().astype(int), "of": sizes.sum().astype(int), "low": low, "high": high})
-    table["rate"] = table.errors / table.of
-    table = table.rename_axis("category").reset_index()
-    return table[["category", "errors", "of", "rate", "low", "high"]].sort_values(
-        "rate", ascending=False, ignore_index=True
-    )
+    rows = []
+    for category, part in failed.groupby("category"):
+        low, high = clustered(part.error, part.prompt)
+        row = {"category": category, "errors": int(part.error.sum()), "of": len(part)}
+        rows.append(row | {"rate": part.error.mean(), "low": low, "high": high})
+    columns = ["category", "errors", "of", "rate", "low", "high"]
+    return pd.DataFrame(rows, columns=columns).sort_values("rate", ascending=False, ignore_index=True)
 
 
 def first_errors(tokens: pd.DataFrame, candidates: int) -> pd.DataFrame:
@@ -296,7 +302,7 @@ def misses(tokens: pd.DataFrame, candidates: int, vocabulary: int) -> pd.DataFra
     failed = tokens[~recovered(tokens, candidates)]
     fates = pd.Series(
         diagnostics.near_miss(failed.rank_final, candidates, vocabulary), index=failed.index, dtype=object
-    )
+    ).replace("recovered", "another token fits")
     table = (
         failed.assign(fate=fates)
         .groupby("fate")
@@ -310,7 +316,7 @@ def metric_ranks(tokens: pd.DataFrame, candidates: int) -> pd.DataFrame:
     rows = []
     for metric in ("l1", "l2", "cosine", "dot"):
         inside = tokens[f"rank_{metric}"] < candidates
-        low, high = wilson(inside.sum(), len(inside))
+        low, high = clustered(inside, tokens.prompt)
         rows.append({"metric": metric, "recovered": int(inside.sum()), "of": len(inside), "share": inside.mean()})
         rows[-1] |= {"low": low, "high": high, "median_rank": tokens[f"rank_{metric}"].median()}
     return pd.DataFrame(rows)
@@ -338,9 +344,8 @@ BASELINE, WINDOW = "zeros 1000", 2000  # what the claims about failures are deci
 
 
 def summary(prompts: pd.DataFrame, tokens: pd.DataFrame, vocabulary: int) -> dict:
-    """What :mod:`lib.paper` decides the claims from. Failures are those of the published baseline's K and C.
-
-    Where a scale has no run of that name, its first one that commits the true prefix takes its place.
+    """What :mod:`lib.paper` decides the claims from. Failures are those of the published baseline's K and C behind true
+    prefixes; without that run nothing is said of them.
     """
     shown = configurations(prompts)
     exact = {
@@ -349,23 +354,24 @@ def summary(prompts: pd.DataFrame, tokens: pd.DataFrame, vocabulary: int) -> dic
         }
         for row in shown.itertuples()
     }
-    known = list(dict.fromkeys(tokens.configuration[tokens["mode"] == "reference"]))
-    part = tokens[tokens.configuration == (BASELINE if BASELINE in known else known[0])]
-    searched = part[part.steps > 0]
-    window = min(WINDOW, vocabulary)
-    later = searched[searched.position > 0]
+    found = {"model": prompts.model.iloc[0], "exact": exact, "separation": _separations(tokens)}
+    found |= {"online": _flagged(tokens), "cost": _costs(tokens), "failures": None}
+    part, window = tokens[tokens.configuration == BASELINE], min(WINDOW, vocabulary)
+    later = part[(part.steps > 0) & (part.position > 0)]
+    if len(later):
+        found["failures"] = _failures(later, window, vocabulary)
+    return found
+
+
+def _failures(later: pd.DataFrame, window: int, vocabulary: int) -> dict:
+    """Who fails, how, and by which distance."""
     rates = error_rates(later, window)
     first = first_errors(later, window).set_index("category").first_errors
     return {
-        "model": prompts.model.iloc[0],
-        "exact": exact,
-        "separation": _separations(tokens),
-        "online": _flagged(tokens),
         "first_errors": {"function words": int(first.get("function word", 0)), "of": int(first.sum())},
         "error_rates": {row.category: [int(row.errors), int(row.of)] for row in rates.itertuples()},
         "misses": misses(later, window, vocabulary).set_index("fate")["count"].to_dict(),
         "metrics": metric_ranks(later, window).set_index("metric").share.round(4).to_dict(),
-        "cost": _costs(tokens),
     }
 
 
@@ -397,8 +403,9 @@ def _flagged(tokens: pd.DataFrame) -> dict[str, int]:
 
 
 def _costs(tokens: pd.DataFrame) -> dict[str, int]:
-    """Searched tokens of the published baseline by the candidates they took."""
+    """Searched tokens of the published baseline by the candidates they took, behind true prefixes: others take all."""
     part = verified(tokens)
     part = part[(part.configuration == "baseline") & (part.steps > 0)]
+    part = part[at_risk(part)]
     few, everything = part.candidates <= 10, part.fallback
     return {"few": int((few & ~everything).sum()), "all": int(everything.sum()), "of": len(part)}

@@ -234,10 +234,12 @@ def named(name: str) -> Channel:
     Raises:
         InversionError: no channel has that name, or its numbers are out of range.
     """
-    kind, *numbers = name.split()
+    kind, *numbers = name.split() or [""]
     try:
         if kind.endswith("-bit") and not numbers:
             return quantised(int(kind.removesuffix("-bit")))
+        if not np.isfinite([float(number) for number in numbers]).all():
+            raise ValueError("not finite")
         return _NAMED[kind](*map(float, numbers))
     except InversionError:
         raise

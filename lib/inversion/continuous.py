@@ -7,6 +7,8 @@ committed row, and its sum over positions the signal that an inversion has faile
 together.
 """
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -67,6 +69,8 @@ class Settings:
         for name, known in (("metric", METRICS), ("start", STARTS), ("mode", MODES), ("first", FIRST)):
             if getattr(self, name) not in known:
                 raise InversionError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(known)}")
+        if self.log_every < 1:
+            raise InversionError(f"log_every: got {self.log_every}, expected at least 1")
         if not self.tolerance > 0 or not self.learning_rate > 0:
             raise InversionError(f"got tolerance {self.tolerance} and learning rate {self.learning_rate}, expected > 0")
 
@@ -79,7 +83,7 @@ class Inverted:
     ``accepted_id`` (within the tolerance, else -1), ``fallback, steps, candidates`` (verified, the accepted one
     included), ``loss_final`` (the proxy's last loss), ``discrete_loss, cumulative_loss`` and, with a reference,
     ``true_id, rank_final`` (of the true token among the vocabulary, 0 is nearest) and ``rank_<metric>`` for every
-    metric; ``trace``: ``prompt, position, step, loss, rank``.
+    metric; ``seconds``, its share of the steps and its verification; ``trace``: ``prompt, position, step, loss, rank``.
     """
 
     ids: Tensor
@@ -91,8 +95,8 @@ class Inverted:
         return (self.ids == reference.to(self.ids.device)).all(-1).cpu().numpy()
 
 
-def check_states(reader: Reader, states: Tensor) -> None:
-    """Refuse given states that cannot be those of a prompt.
+def check_states(reader: Reader, states: Tensor, altered: bool = False) -> None:
+    """Refuse given states that cannot be those of a prompt; of ``altered`` ones the norm is not asked for.
 
     Raises:
         InversionError: the wrong shape or width, NaN, a row of zeros, more rows than the model can read, or the wrong
@@ -113,7 +117,8 @@ def check_states(reader: Reader, states: Tensor) -> None:
         raise InversionError(
             f"hidden states: got {states.shape[1]} positions, {reader.backbone.name} reads at most {reader.context}"
         )
-    check_norm(reader, states)
+    if not altered:
+        check_norm(reader, states)
 
 
 def invert(
@@ -134,9 +139,11 @@ def invert(
     Raises:
         InversionError: see :func:`check_states` and :meth:`Settings.check`; or ``reference`` mode without a reference.
     """
-    states = states.to(reader.device)
+    states = states.to(reader.embedding)
     check_states(reader, states)
     n, count, _ = states.shape
+    if reference is not None and reference.shape != states.shape[:2]:
+        raise InversionError(f"reference: got ids {list(reference.shape)}, expected {list(states.shape[:2])}")
     settings = each(settings, n, len(reader.embedding))
     if settings[0].mode == "reference" and reference is None:
         raise InversionError("mode: got 'reference' without the true ids to commit")
@@ -213,7 +220,7 @@ def _look_up(
         if settings.mode == "reference":
             chosen = true[i]
         row |= {"found_id": int(chosen), "steps": 0, "candidates": 0, "loss_final": torch.nan}
-        row |= {"discrete_loss": float(losses[chosen])}
+        row |= {"discrete_loss": float(losses[chosen]), "seconds": 0.0}
         if true is not None:
             row |= {"true_id": int(true[i]), "rank_final": int((losses < losses[true[i]]).sum())}
             row |= {f"rank_{metric}": row["rank_final"] for metric in METRICS}
@@ -239,12 +246,14 @@ def starts(reader: Reader, settings: Sequence[Settings], keys: Sequence[int], pr
 
 @dataclass(frozen=True)
 class Driven:
-    """Proxies [n, d] after the inner loop, their last losses [n], the steps each took [n], and the trace."""
+    """Proxies [n, d] after the inner loop, their last losses [n], the steps each took [n], the trace, and seconds [n]:
+    a row's share of every step that it took part in."""
 
     proxies: Tensor
     losses: Tensor
     steps: Tensor
     trace: pd.DataFrame
+    seconds: np.ndarray
 
 
 def drive(
@@ -272,12 +281,16 @@ def drive(
     alive = torch.arange(n, device=reader.device)
     proxies, behind, trace = starts.clone(), cache, []
     adam = _Adam(torch.zeros_like(starts), torch.zeros_like(starts))
+    seconds = np.zeros(n)
     for step in range(int(limits.max()) + 1):
+        begun = time.perf_counter()
         proxies.requires_grad_(True)
         before = None if lengths is None else lengths[alive.cpu()]
         loss = (reader.proxies(proxies, behind, before) - targets[alive]).square().mean(-1)
         (gradient,) = torch.autograd.grad(loss.sum(), proxies)
         proxies, loss = proxies.detach(), loss.detach()
+        if not torch.isfinite(loss).all():
+            raise InversionError(f"{reader.backbone.name}: the loss at step {step} is beyond {loss.dtype}")
         final[alive], losses[alive], taken[alive] = proxies, loss, step
         going = (loss >= shared.tolerance) & (step < limits[alive])
         if watch is not None:
@@ -297,10 +310,16 @@ def drive(
                 "proxy behind RMSNorm layers: start elsewhere (prior, random) or look the first token up (first: table)"
             )
         clipped = gradient * (shared.clip / (norm + 1e-6)).clamp(max=1.0)
-        rates = shared.learning_rate * 0.5 * (1 + torch.cos(torch.pi * step / limits[alive].double()))  # to zero at K
-        proxies = adam.step(proxies, clipped + shared.weight_decay * proxies, rates[:, None].to(proxies), step + 1)
+        rates = proxies.new_tensor([_rate(shared.learning_rate, step, steps) for steps in limits[alive].tolist()])
+        proxies = adam.step(proxies, clipped + shared.weight_decay * proxies, rates[:, None], step + 1)
+        seconds[alive] += (time.perf_counter() - begun) / len(alive)
     columns = ["prompt", "step", "loss", "rank"]
-    return Driven(final, losses, taken, pd.DataFrame(trace, columns=columns))
+    return Driven(final, losses, taken, pd.DataFrame(trace, columns=columns), seconds)
+
+
+def _rate(full: float, step: int, steps: int) -> float:
+    """A cosine from the full learning rate to zero at the last step."""
+    return full * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 @dataclass
@@ -359,6 +378,7 @@ def _commit(
     """The committed id of every row [n], and its row of the table."""
     ids, rows = [], []
     for i, (one, place) in enumerate(zip(settings, places.tolist(), strict=True)):
+        begun = time.perf_counter()
         far = distances(reader, found.proxies[i : i + 1], one.metric)[0]
         ranked = {} if true is None else _all_ranks(reader, found.proxies[i], far, int(true[i]), one.metric)
         order = far.topk(one.candidates, largest=False).indices
@@ -375,6 +395,7 @@ def _commit(
         loss = float((reader.candidates(chosen[None], behind)[0] - targets[i]).square().mean())
         row |= {"found_id": int(chosen), "steps": int(found.steps[i]), "candidates": verified}
         row |= {"loss_final": float(found.losses[i]), "discrete_loss": loss}
+        row |= {"seconds": found.seconds[i] + time.perf_counter() - begun}
         if true is not None:
             row |= {"true_id": int(true[i])} | ranked
         ids.append(chosen)

@@ -9,6 +9,7 @@ from lib.models import Backbone
 
 CHUNK = 256  # one-token prompts read at once
 EXACTLY = "donot_use_mm_for_euclid_dist"
+FAR = 100.0  # times better another convention must fit to be named where the stated one fits, too
 FITS = 1e-4  # mean squared error below which a row counts as reproduced, as a share of the row's mean square
 
 
@@ -26,7 +27,9 @@ def fitting(backbone: Backbone, states: Tensor, ids: Tensor | None = None) -> pd
         rows, prompts = states, [ids.to(backbone.model.device)]
     else:
         rows = states[:, :1]
-        prompts = torch.arange(len(backbone.tokenizer), device=backbone.model.device)[:, None].split(CHUNK)
+        rows_of_table = len(backbone.model.get_input_embeddings().weight)
+        known = min(len(backbone.tokenizer), rows_of_table)
+        prompts = torch.arange(known, device=backbone.model.device)[:, None].split(CHUNK)
     rows = rows.to(backbone.model.device)
     scale = rows.square().sum(-1)
     best: dict[tuple[int | str, str], Tensor] = {}
@@ -54,7 +57,7 @@ def check(reader: Reader, states: Tensor, ids: Tensor | None = None, fits: float
     layer = "last" if stated.layer in (None, len(decoder_parts(reader.backbone)[0])) else stated.layer
     own = table[(table.layer == layer) & (table.norm == stated.norm)].residual.iloc[0]
     fits = fits or FITS
-    if own <= fits:
+    if own <= fits and own <= FAR * max(best.residual, fits / FAR**2):
         return
     if best.residual > fits:
         raise InversionError(

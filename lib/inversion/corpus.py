@@ -1,7 +1,7 @@
 """English text without a download, to fit proposers on: docstrings of pinned packages, read as source, not imported."""
 
 import ast
-import hashlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -53,6 +53,6 @@ def _of_file(path: Path) -> Iterator[str]:
                 yield text
 
 
-def checksum(texts: Sequence[str]) -> str:
-    """What identifies a corpus: other versions of the packages give another one."""
-    return hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()[:16]
+def versions(packages: Sequence[str]) -> list[str]:
+    """What identifies a corpus: the packages and their versions."""
+    return [f"{package} {importlib.metadata.version(package)}" for package in packages]

@@ -1,6 +1,7 @@
 """States of a user's own: read from a file, checked, inverted, and told in words."""
 
 from pathlib import Path
+from pickle import UnpicklingError
 
 import numpy as np
 import pandas as pd
@@ -34,21 +35,27 @@ def load_states(path: Path) -> Tensor:
         if path.suffix == ".npy":
             found = torch.from_numpy(np.load(path, allow_pickle=False))
         elif path.suffix == ".pt":
-            found = torch.load(path, weights_only=True)
+            found = torch.load(path, map_location="cpu", weights_only=True)
         else:
             arrays = load_file(path)
             if len(arrays) != 1:
                 raise InversionError(f"states {path}: holds {len(arrays)} arrays ({', '.join(arrays)}), expected one")
             (found,) = arrays.values()
-    except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, TypeError) as error:
+    except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, TypeError, UnpicklingError) as error:
         if isinstance(error, InversionError):
             raise
         reason = str(error).strip().splitlines()[0]
         raise InversionError(f"states {path}: cannot be read: {reason}") from error
     if not isinstance(found, Tensor) or not found.is_floating_point() or found.ndim not in (2, 3):
         shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise InversionError(f"states {path}: got {shape}, expected numbers [prompts, positions, width]")
-    return found[None] if found.ndim == 2 else found
+        kind = f" of {found.dtype}" if isinstance(found, Tensor) else ""
+        raise InversionError(
+            f"states {path}: got {shape}{kind}, expected floating-point numbers [prompts, positions, width]"
+        )
+    found = (found[None] if found.ndim == 2 else found).detach()
+    if found.numel() == 0:
+        raise InversionError(f"states {path}: got {list(found.shape)}, which is empty")
+    return found
 
 
 def read_back(

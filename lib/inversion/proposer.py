@@ -68,7 +68,6 @@ def fitted(reader: Reader, tokens: int = TOKENS, seed: int = 0) -> Proposer:
     Raises:
         InversionError: what lies in the cache is of another model, or damaged.
     """
-    texts = corpus.docstrings(corpus.FITTED)
     identity = {
         "version": VERSION,
         "model": reader.backbone.revision,
@@ -78,13 +77,13 @@ def fitted(reader: Reader, tokens: int = TOKENS, seed: int = 0) -> Proposer:
         "tokens": tokens,
         "seed": seed,
         "dtype": str(reader.embedding.dtype),
-        "corpus": corpus.checksum(texts),
+        "corpus": corpus.versions(corpus.FITTED),
     }
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     path = paths.cache() / "proposers" / f"{key}.safetensors"
     with files.locked(path):
         if not path.exists():
-            probe = fit(reader, sequences(reader, texts, tokens, seed))
+            probe = fit(reader, sequences(reader, corpus.docstrings(corpus.FITTED), tokens, seed))
             with files.building(path) as unfinished:
                 save_file({"probe": probe.contiguous()}, unfinished, metadata={"identity": json.dumps(identity)})
     return read(reader, path)
@@ -129,8 +128,8 @@ def fit(reader: Reader, ids: Tensor) -> Tensor:
     unit = torch.nn.functional.normalize(reader.embedding, dim=-1)
     for part in ids.split(BATCH):
         part = part.to(reader.device)
-        states = _with_one(reader.states(part)[:, 1:]).flatten(0, 1).double().cpu()
+        states = _with_one(reader.states(part)[:, 1:]).flatten(0, 1).cpu().double()
         square += states.T @ states
-        cross += states.T @ unit[part[:, 1:]].flatten(0, 1).double().cpu()
+        cross += states.T @ unit[part[:, 1:]].flatten(0, 1).cpu().double()
     ridge = RIDGE * square.diagonal().mean() * torch.eye(width + 1, dtype=torch.float64)
     return torch.linalg.solve(square + ridge, cross).to(unit)

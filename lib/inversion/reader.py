@@ -55,6 +55,18 @@ class Reader:
             )
         self.embedding = table[: vocabulary or len(table)]
         self.width = table.shape[1]
+        self._check_embedding()
+
+    def _check_embedding(self) -> None:
+        """Refuse a model that does more to an id than look its row up: rows are what is searched."""
+        ids = torch.tensor([[1, len(self.embedding) // 2, len(self.embedding) - 1]], device=self.device)
+        with torch.no_grad():
+            rows = self.model(inputs_embeds=self.embedding[ids], use_cache=False).last_hidden_state
+        if not torch.allclose(rows, self.states(ids), rtol=1e-3, atol=1e-3):
+            raise InversionError(
+                f"{self.backbone.name}: states of ids are not those of their embedding rows: expected a model that "
+                "reads its embedding matrix as it is"
+            )
 
     @property
     def device(self) -> torch.device:
@@ -170,6 +182,7 @@ class Reader:
         among = torch.ones(count, count, device=self.device).tril() if chain else torch.eye(count, device=self.device)
         mask = torch.cat([before[:, None].expand(-1, count, -1), among.bool().expand(rows, -1, -1)], -1)
         places = lengths[:, None] + (torch.arange(count, device=self.device) if chain else 0)
+        places = places.clamp(max=self.context - 1)  # what a chain reads behind the end of a prompt is thrown away
         longer = view(cache)
         output = self.model(
             inputs_embeds=self.model.get_input_embeddings()(ids),
@@ -198,10 +211,12 @@ def decoder_parts(backbone: Backbone) -> tuple[nn.ModuleList, nn.Module]:
 
 
 def _names(base: nn.Module) -> tuple[str, str]:
-    found = next(((layers, norm) for layers, norm in _PARTS.items() if hasattr(base, layers)), None)
+    pairs = _PARTS.items()
+    found = next(((layers, norm) for layers, norm in pairs if hasattr(base, layers) and hasattr(base, norm)), None)
     if found is None:
         raise InversionError(
-            f"{type(base).__name__} has neither `layers` nor `h`: expected a GPT-2 or Llama type decoder"
+            f"{type(base).__name__} has neither `layers` and `norm` nor `h` and `ln_f`: expected a GPT-2 or Llama type "
+            "decoder"
         )
     return found
 

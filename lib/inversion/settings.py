@@ -139,6 +139,11 @@ class Study:
     short: Run
     bench: BenchSettings
 
+    @property
+    def has_texts(self) -> bool:
+        """Whether the prompts lie on this machine, so that they are part of a result's identity."""
+        return self.source == "written" or self.source.endswith(".jsonl")
+
 
 @dataclass(frozen=True)
 class _Own:
@@ -166,6 +171,10 @@ def load(scale: str, overrides: dict[str, Any] | None = None, path: Path | None 
     given = {"revision": None, "source": "written"} | values["scales"][scale] | (overrides or {})
     own = build(_Own, given, path.name)
     runs = tuple(_run(name, one, own.tokens, path.name) for name, one in own.runs.items())
+    named = [one.name for run in runs for one in run.variants()]
+    twice = sorted({name for name in named if named.count(name) > 1} | {run.name for run in runs} & {"path", "short"})
+    if twice:
+        raise ConfigError(f"{path.name}: {twice[0]!r} names two runs or configurations, expected names once each.")
     if max(own.path.positions) >= own.tokens:
         raise ConfigError(
             f"{path.name}: path.positions has {max(own.path.positions)}, expected less than {own.tokens}, the tokens"
@@ -195,6 +204,8 @@ def _run(name: str, values: Any, tokens: int, where: str) -> Run:
         if not isinstance(changes, dict) or set(changes) - set(known):
             raise ConfigError(f"{where}: configuration {own!r} is {changes!r}, expected some of {', '.join(known)}.")
         build(Run, _RUN | {"tokens": tokens} | values | {"name": own, "configurations": {}} | changes, where)
+    if run.is_control and run.configurations:
+        raise ConfigError(f"{where}: mode {run.mode} takes no configurations.")
     for variant in run.variants():
         _check(variant, where)
     for channel in run.channels:
@@ -207,6 +218,8 @@ def _check(run: Run, where: str) -> None:
     for what, known in (known_values | {"norm": ("pre", "post")}).items():
         if getattr(run, what) not in known:
             raise ConfigError(f"{where}: {what} is {getattr(run, what)!r}, expected one of {', '.join(known)}.")
+    if run.is_control and run.channels != ("clean",):
+        raise ConfigError(f"{where}: channels are {list(run.channels)}, expected clean alone for {run.mode}.")
     needed = {"steps": not run.is_control, "candidates": run.mode in ("reference", "verified", "random-proxy")}
     for what, wanted in needed.items():
         if wanted != (getattr(run, what) is not None):

@@ -50,7 +50,7 @@ def sipit(reader: Reader, states: Tensor, settings: Sipit = Sipit()) -> Inverted
 
 
 def descend(reader: Reader, cache, target: Tensor, start: int, settings: Sipit) -> tuple[Tensor, int, bool]:
-    """Steps and tries in turn until one fits: the id, the tries, and whether it fits (else the nearest of all)."""
+    """Steps and tries in turn until one fits: the id, the tries, and whether it fits (else the first one tried)."""
     proxy = reader.embedding[start].clone()
     untried = torch.ones(len(reader.embedding), dtype=torch.bool, device=reader.device)
     first, started = None, time.perf_counter()
@@ -103,19 +103,30 @@ def lm_order(reader: Reader, states: Tensor, tolerance: float = 1e-4) -> Inverte
 
 
 def random_proxy(
-    reader: Reader, states: Tensor, candidates: int, metric: str = "l1", seed: int = 0, tolerance: float = 1e-4
+    reader: Reader,
+    states: Tensor,
+    candidates: int,
+    metric: str = "l1",
+    seed: int = 0,
+    tolerance: float = 1e-4,
+    reference: Tensor | None = None,
 ) -> Inverted:
-    """The C rows nearest to a random vocabulary row: a straw man, right in C of |V| positions."""
+    """The C rows nearest to a random vocabulary row: a straw man, right in C of |V| positions behind a true prefix.
+
+    ``reference`` [n, T] commits the true ids, so that every position has one.
+    """
 
     def order(prompt: int, position: int, *_) -> Tensor:
         pick = np.random.default_rng([seed, prompt, position]).integers(len(reader.embedding))
         far = distances(reader, reader.embedding[[pick]], metric)[0]
         return far.topk(candidates, largest=False).indices
 
-    return in_order(reader, states, order, tolerance)
+    return in_order(reader, states, order, tolerance, reference)
 
 
-def in_order(reader: Reader, states: Tensor, order: Callable, tolerance: float) -> Inverted:
+def in_order(
+    reader: Reader, states: Tensor, order: Callable, tolerance: float, reference: Tensor | None = None
+) -> Inverted:
     """Try the ids that ``order(prompt, position, target, committed)`` gives, position by position.
 
     Raises:
@@ -125,12 +136,14 @@ def in_order(reader: Reader, states: Tensor, order: Callable, tolerance: float) 
     def search(prompt: int, position: int, target: Tensor, cache, committed: list[int]) -> tuple[Tensor, int, bool]:
         return verify(reader, cache, target, order(prompt, position, target, committed), tolerance)
 
-    return _position_by_position(reader, states, search)
+    return _position_by_position(reader, states, search, reference)
 
 
-def _position_by_position(reader: Reader, states: Tensor, search: Callable) -> Inverted:
+def _position_by_position(
+    reader: Reader, states: Tensor, search: Callable, reference: Tensor | None = None
+) -> Inverted:
     """One prompt after the other: ``search(prompt, position, target, cache, committed)`` gives id, tries, accepted."""
-    states = states.to(reader.device)
+    states = states.to(reader.embedding)
     check_states(reader, states)
     ids, rows = [], []
     for prompt, targets in enumerate(states):
@@ -138,8 +151,9 @@ def _position_by_position(reader: Reader, states: Tensor, search: Callable) -> I
         for position, target in enumerate(targets):
             chosen, tried, accepted = search(prompt, position, target, cache, [int(i) for i in found])
             rows.append(_row(reader, cache, prompt, position, target, chosen, tried, accepted))
-            found.append(chosen)
-            cache = reader.extend(cache, chosen[None])
+            committed = chosen if reference is None else reference[prompt, position].to(chosen)
+            found.append(committed)
+            cache = reader.extend(cache, committed[None])
         ids.append(torch.stack(found))
     return _collected(ids, rows)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import time
@@ -22,7 +23,18 @@ from lib.inversion import analysis, channels, continuous, diagnostics, sipit
 from lib.inversion.continuous import Settings
 from lib.inversion.reader import Convention, InversionError, Reader
 from lib.inversion.settings import LEAST_TOKENS, InversionRun, Prompt, Run, Study, checksum, prompts
-from lib.results import MissingResult, Result, ResultError, differences, provenance, read_result, reusable, write_result
+from lib.inversion.settings import load as load_settings
+from lib.results import (
+    MissingResult,
+    Result,
+    ResultError,
+    differences,
+    provenance,
+    read_result,
+    reusable,
+    set_aside_command,
+    write_result,
+)
 from lib.training import accelerator, threads
 
 PROTOCOL = 1  # raised by hand when results would change
@@ -70,8 +82,10 @@ class Inversion:
 
     def __init__(self, study: Study):
         self.study, self.folder = study, folder_of(study.scale)
+        standard = load_settings(study.scale)
+        self.is_standard = (study.model, study.source) == (standard.model, standard.source)
         self._released: dict[str, Tensor] = {}
-        if study.model != _committed_model(study.scale) or study.source != "written":
+        if not self.is_standard:
             self.folder = self.folder / "own"  # a user's model or prompts never mix with the scale's
 
     @functools.cached_property
@@ -141,7 +155,7 @@ class Inversion:
             ],
             "unit": number,
         }
-        if self.study.source == "written" or self.study.source.endswith(".jsonl"):
+        if self.study.has_texts:
             found["prompts"].append(checksum(self.prompts[: run.prompts]))
         return json.loads(json.dumps(found))
 
@@ -153,9 +167,39 @@ class Inversion:
         """
         return reusable(self.unit_folder(run, number), self.inputs(run, number))
 
+    def _refuse_other_prefixes(self, run: Run) -> None:
+        """Refuse a position that was searched behind others than those that lie before it now."""
+        units = [self.finished(run, number) for number in range(run.units)]
+        for number, unit in enumerate(units):
+            if unit is None or run.block or not number:
+                continue
+            found = _behind(units[:number])
+            if unit.values.get("behind", found) != found:
+                raise ResultError(
+                    f"{paths.show(unit.folder)} was searched behind other tokens than now lie before it; move it aside "
+                    f"with `{set_aside_command(unit.folder)}` and run again"
+                )
+
     def missing(self, run: Run) -> list[int]:
         """Units of a run that are still to be computed."""
+        self._refuse_other_prefixes(run)
         return [number for number in range(run.units) if self.finished(run, number) is None]
+
+    def check(self, run: Run) -> None:
+        """Refuse a run that the model or the prompts do not allow.
+
+        Raises:
+            InversionError: a layer that the model has not, more candidates than tokens, a prompt that is too short.
+        """
+        reader, vocabulary = self.reader(run.convention), len(self.backbone.tokenizer)
+        if run.tokens > reader.context:
+            raise InversionError(f"run {run.name!r}: {run.tokens} tokens, expected at most {reader.context}")
+        for variant in run.variants():
+            if not run.is_control:
+                variant.search(self.study.log_every).check(vocabulary)
+            elif run.candidates is not None and run.candidates > vocabulary:
+                raise InversionError(f"run {run.name!r}: got C = {run.candidates}, expected at most {vocabulary}")
+        self.ids(run)
 
     def compute(self, run: Run, progress: tqdm | None = None) -> None:
         """Compute a run's missing units; each is kept as soon as it is done. A second process waits for the first."""
@@ -166,13 +210,29 @@ class Inversion:
                     progress.update(_work(run, [number]))
 
     def _keep(self, run: Run, number: int) -> None:
+        self._prepare(run)
         started = time.perf_counter()
         tokens, trace = self._unit(run, number)
         seconds = time.perf_counter() - started
-        tokens["seconds"] = seconds / len(tokens)
         record = provenance(str(accelerator().device), torch.get_num_threads(), seconds, evaluation_dtype="float32")
         tables = writers({"tokens.parquet": tokens, "trace.parquet": trace})
-        write_result(self.unit_folder(run, number), self.inputs(run, number), {"tokens": len(tokens)}, record, tables)
+        write_result(
+            self.unit_folder(run, number), self.inputs(run, number), self._values(run, number, tokens), record, tables
+        )
+
+    def _prepare(self, run: Run) -> None:
+        """What is set up once: the model, its cut, the states, the table of first tokens; in no token's seconds."""
+        reader = self.reader(run.convention)
+        self.released(run)
+        if run.first == "table":
+            reader.first_states  # noqa: B018 - computed at first use
+
+    def _values(self, run: Run, number: int, tokens: pd.DataFrame) -> dict[str, Any]:
+        """What a unit's record says: its tokens, that their seconds are their own, and what it stood behind."""
+        values = {"tokens": len(tokens), "timed": True}
+        if not run.block and number:
+            values["behind"] = _behind([self.finished(run, n) for n in range(number)])
+        return values
 
     def _unit(self, run: Run, number: int) -> tuple[pd.DataFrame, pd.DataFrame]:
         if run.is_control:
@@ -209,7 +269,7 @@ class Inversion:
     def _search(self, run: Run, rows: list["_Row"], prefix: Tensor) -> tuple[pd.DataFrame, pd.DataFrame]:
         """The rows' positions behind their prefixes, and what the tables call them."""
         reader, states, ids = self.reader(run.convention), self.released(run), self.ids(run)
-        continuous.check_states(reader, states.flatten(0, 1))
+        continuous.check_states(reader, states.flatten(0, 1), altered=run.channels != ("clean",))
         prompts, places = [row.prompt for row in rows], [row.position for row in rows]
         wanted = continuous.each(
             [row.variant.search(self.study.log_every) for row in rows], len(rows), len(reader.embedding)
@@ -223,23 +283,34 @@ class Inversion:
         """One prompt of a control."""
         reader, states = self.reader(run.convention), self.released(run)[0, number : number + 1]
         searches: dict[str, Callable] = {
-            "sipit": lambda: sipit.sipit(reader, states),
+            "sipit": lambda: sipit.sipit(reader, states, sipit.Sipit(seed=number)),
             "full-scan": lambda: sipit.full_scan(reader, states),
             "lm-order": lambda: sipit.lm_order(reader, states),
-            "random-proxy": lambda: sipit.random_proxy(reader, states, run.candidates, run.metric, seed=number),
+            "random-proxy": lambda: sipit.random_proxy(
+                reader, states, run.candidates, run.metric, seed=number, reference=self.ids(run)[number : number + 1]
+            ),
         }
+        started = time.perf_counter()
         tokens = searches[run.mode]().tokens
+        tokens["seconds"] = (time.perf_counter() - started) / len(tokens)
         tokens["true_id"] = self.ids(run)[number].tolist()
         rows = [_Row(run, 0, number, 0)]
         return _labelled(tokens, run, rows), _labelled(continuous.NO_TRACE, run, rows)
 
     def table(self, run: Run, name: str) -> pd.DataFrame:
         """All units of a run, rows named by the prompts' ids."""
-        units = [self.finished(run, n).table(name) for n in range(run.units)]
+        units = [self._timed(self.finished(run, n), name, run) for n in range(run.units)]
         table = pd.concat([unit for unit in units if len(unit)] or units[:1], ignore_index=True)
         table["prompt"] = np.array([prompt.id for prompt in self.prompts])[table.prompt.astype(int)]
         layer = "last" if run.layer is None else str(run.layer)
         return table.assign(method=run.method, mode=run.mode, layer=layer, norm=run.norm)
+
+    def _timed(self, unit: Result, name: str, run: Run) -> pd.DataFrame:
+        """A unit's table; where configurations side by side were timed together, their tokens have no seconds."""
+        table = unit.table(name)
+        if name == "tokens.parquet" and run.configurations and not unit.values.get("timed"):
+            table["seconds"] = np.nan
+        return table
 
     def path(self) -> pd.DataFrame:
         """The search of some tokens of the first prompt step by step, behind its true prefix, from zeros and from the
@@ -318,6 +389,12 @@ def _labelled(table: pd.DataFrame, run: Run, rows: list[_Row]) -> pd.DataFrame:
     return table.assign(**names)
 
 
+def _behind(units: Sequence[Result | None]) -> str:
+    """What identifies the tokens that a position was searched behind."""
+    before = [unit.content["files"]["tokens.parquet"] if unit else "" for unit in units]
+    return hashlib.sha256("".join(before).encode()).hexdigest()[:16]
+
+
 def _work(run: Run, units: Sequence[int]) -> int:
     """Steps of all rows of some units of a run."""
     steps = sum(variant.steps or 0 for variant in run.variants()) * len(run.channels)
@@ -335,12 +412,6 @@ def principal_plane(embedding: Tensor) -> tuple[Tensor, Tensor]:
     return vectors[:, [-1, -2]].to(embedding.dtype), middle
 
 
-def _committed_model(scale: str) -> str:
-    from lib.inversion import settings
-
-    return settings.load(scale).model
-
-
 def run_study(study: Study, only: str | None = None) -> None:
     """Compute what is missing of the study's runs, or of one, in their order.
 
@@ -354,6 +425,9 @@ def run_study(study: Study, only: str | None = None) -> None:
         raise config.ConfigError(f"run: got {only!r}, expected one of {', '.join(run.name for run in study.runs)}.")
     with threads(config.load_scale(study.scale).threads):
         left = {run.name: inversion.missing(run) for run in chosen}  # refuses what cannot be used before anything runs
+        if any(left.values()):
+            for run in chosen:
+                inversion.check(run)
         total = sum(_work(run, left[run.name]) for run in chosen)
         with tqdm(total=total, unit="step", unit_scale=True, desc="inversion") as progress:
             for run in chosen:
@@ -413,8 +487,10 @@ def collect(study: Study, partly: bool = False) -> Result:
 def study_inputs(inversion: Inversion) -> dict[str, Any]:
     """What the tables depend on."""
     settings = dataclasses.asdict(inversion.study)
-    del settings["bench"]
-    found = {"study": "inversion", "protocol": PROTOCOL, "settings": settings}
+    for name in ("bench", "short", "grid"):  # no table depends on them
+        del settings[name]
+    texts = checksum(inversion.prompts) if inversion.study.has_texts else None
+    found = {"study": "inversion", "protocol": PROTOCOL, "settings": settings, "texts": texts}
     return json.loads(json.dumps(found | {"model": inversion.identity}))
 
 
@@ -494,18 +570,22 @@ def _status(part: pd.DataFrame, mode: str) -> str:
     return f"fallback at {part.position[part.fallback].min()}" if part.fallback.any() else "consistent"
 
 
-def load(study: Study, source: str) -> Result:
+def load(study: Study, source: str, partly: bool = False) -> Result:
     """The study where ``source`` says (see :class:`lib.config.Testbed`); ``auto``: this machine's, else committed.
+
+    This machine's tables of a part of the runs are passed over, unless ``partly`` is given.
 
     Raises:
         MissingResult: there is none.
         ResultError: it is damaged, or was made with other parameters.
     """
     inversion = Inversion(study)
-    folders = {"local": inversion.folder, "reference": paths.reference(study.scale) / "inversion"}
+    folders = {"local": inversion.folder}
+    if inversion.is_standard or source == "reference":
+        folders["reference"] = paths.reference(study.scale) / "inversion"
     for name, folder in folders.items():
         found = read_result(folder) if source in (name, "auto") else None
-        if found is None:
+        if found is None or (name == "local" and found.values["pending"] and not partly):
             continue
         differing = differences(found.content["inputs"], study_inputs(inversion))
         if differing:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lib.inversion import diagnostics
 from lib.inversion.continuous import check_states
 from lib.inversion.proposer import Proposer
-from lib.inversion.reader import CHUNK, Prefixes, Reader
+from lib.inversion.reader import CHUNK, InversionError, Prefixes, Reader
 
 CONSISTENT, UNIQUE, SWEPT, AMBIGUOUS, BEST = "consistent", "locally unique", "swept", "ambiguous class", "best effort"
 FACTOR = 10.0  # a token is accepted within so many times the numerical floor, and unique if the next is so much farther
@@ -39,6 +39,19 @@ class Settings:
     tolerance: float | None = None
     scan: bool = True
 
+    def check(self) -> None:
+        """Refuse settings that no search can run with.
+
+        Raises:
+            InversionError: naming the setting, its value and what would be right.
+        """
+        if self.ahead < 1:
+            raise InversionError(f"ahead: got {self.ahead}, expected at least 1")
+        if list(self.stages) != sorted(set(self.stages)) or (self.stages and self.stages[0] < 1):
+            raise InversionError(f"stages: got {list(self.stages)}, expected rising numbers of candidates")
+        if self.tolerance is not None and not self.tolerance > 0:
+            raise InversionError(f"tolerance: got {self.tolerance}, expected more than 0")
+
 
 @dataclass(frozen=True)
 class Found:
@@ -46,7 +59,7 @@ class Found:
 
     ``ids`` [n, T]; ``tokens``, a row a prompt and position: ``prompt, position, found_id, status, candidates``
     (verified, the accepted one included), ``residual, margin`` (the runner-up's residual over the accepted one's, among
-    those tried; NaN where one alone was); ``tolerance``; ``passes``: tokens read by the model in all.
+    those tried; NaN where one alone was); ``tolerance``; ``read``: tokens read by the model in all.
     """
 
     ids: Tensor
@@ -85,7 +98,8 @@ def invert(reader: Reader, states: Tensor, proposer: Proposer, settings: Setting
     Raises:
         InversionError: see :func:`lib.inversion.continuous.check_states`.
     """
-    states = states.to(reader.device)
+    settings.check()
+    states = states.to(reader.embedding)
     check_states(reader, states)
     tolerance = settings.tolerance
     if tolerance is None:
@@ -164,7 +178,7 @@ class _Run:
                 size = min(CHUNK, total - tried)
                 search = self._try(search, size)
                 tried += size
-            if tried >= self.settings.refit:
+            if self.settings.refit <= tried < vocabulary:
                 for one in search:
                     one.rank_anew()
         for one in search:
@@ -259,9 +273,9 @@ class _Search:
         inputs = table[ids]
         middle, centre = inputs.mean(0), states.mean(0)
         inputs, states = inputs - middle, states - centre
-        gram = inputs @ inputs.T
-        gram.diagonal().add_(REFIT_RIDGE * gram.diagonal().mean())
-        slope = inputs.T @ torch.linalg.solve(gram, states)  # [d, d]
+        width = inputs.shape[1]
+        gram = inputs.T @ inputs + REFIT_RIDGE * inputs.square().mean() * torch.eye(width).to(inputs)
+        slope = torch.linalg.solve(gram, inputs.T @ states)  # [d, d]
         predicted = (table[self.order] - middle) @ slope + centre
         apart = (predicted - self.target).square().sum(-1)
         self.order = self.order[apart.argsort()]
