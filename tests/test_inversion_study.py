@@ -403,3 +403,17 @@ def test_the_short_inversion_says_what_it_found(smoke_study):
     found = study.short(SMOKE)
     assert set(found.true) == set(found.found) == set(found.tokens.prompt) and len(found.tokens) == 4
     assert "tiny-llama (layer last, post-norm)" in found.what
+
+
+def test_what_came_back_is_told_prompt_by_prompt():
+    table = tokens([("a", 0, 1, 1, 1, 0), ("a", 1, 2, 3, -1, 1500), ("b", 0, 1, 1, 1, 0), ("b", 1, 4, 4, 4, 0)])
+    table = table.assign(token=["It", " was", "It", " is"], found_token=["It", " had", "It", " is"])
+    found = analysis.read_back(table)
+    assert found.loc["a"].tolist() == ["It was", "It had", "1 of 2", "' was' (content word, rank 1,500)"]
+    assert found.loc["b"].tolist() == ["It is", "It is", "2 of 2", ""]
+
+
+def test_published_mode_is_held_against_the_reference_run_length_by_length():
+    own = tokens([("a", 0, 5, 5, 5, 0), ("a", 1, 6, 1, -1, 0), ("c", 0, 5, 5, 5, 0), ("c", 1, 6, 6, 6, 0)])
+    found = analysis.agreement(own, REFERENCE[REFERENCE.position < 2], 100)
+    assert found == {"prompts": 1, "predicted": [1, 1], "found": [1, 0]}

@@ -120,3 +120,72 @@ def test_every_claim_has_one_row_and_is_cited_by_its_notebook():
     assert len(ids) == len(set(ids))
     for claim in paper.CLAIMS:
         assert f"`{claim.id}`" in (paths.NOTEBOOKS / f"{claim.notebook}.py").read_text()
+
+
+def exact(k, n, low, high):
+    return {"exact": k, "of": n, "low": low, "high": high, "seconds": 1.0, "similarity": 0.9}
+
+
+# An inversion study in which everything is as the papers report it.
+INVERSION = {
+    "model": "gpt2",
+    "exact": {
+        "fast": exact(17, 50, 0.22, 0.48),
+        "baseline": exact(33, 50, 0.52, 0.78),
+        "high accuracy": exact(49, 50, 0.90, 1.0),
+        "sipit": exact(2, 2, 0.3, 1.0),
+    },
+    "separation": {"baseline": 9.7, "fast": None},
+    "online": {"failed": 17, "flagged": 17, "false": 0},
+    "cost": {"few": 60, "all": 30, "of": 100},
+    "failures": {
+        "first_errors": {"function words": 12, "of": 17},
+        "error_rates": {"function word": [20, 100], "content word": [2, 100]},
+        "misses": {"near miss": 15, "wrong basin": 7},
+        "metrics": {"l1": 0.9, "l2": 0.89, "cosine": 0.6, "dot": 0.5},
+    },
+}
+UNDECIDED = {"inversion-seconds", "projection", "sipit-seconds"}  # no figure here could decide them
+
+
+def test_an_inversion_like_the_papers_reproduces_its_claims():
+    found = states(INVERSION, "inversion")
+    assert {name for name, state in found.items() if state != paper.REPRODUCED} == UNDECIDED
+
+
+@pytest.mark.parametrize(
+    ("change", "fails"),
+    [
+        ({"exact": INVERSION["exact"] | {"fast": exact(1, 50, 0.0, 0.1)}}, {"inversion-fast"}),
+        ({"exact": INVERSION["exact"] | {"sipit": exact(1, 2, 0.1, 0.9)}}, {"sipit-exact"}),
+        ({"separation": {"baseline": 9.7, "fast": 6.0}}, {"loss-separation"}),
+        ({"online": {"failed": 17, "flagged": 16, "false": 0}}, {"detected-online"}),
+        ({"online": {"failed": 17, "flagged": 17, "false": 1}}, {"detected-online"}),
+        ({"cost": {"few": 40, "all": 30, "of": 100}}, {"two-humped-cost"}),
+        ({"cost": {"few": 90, "all": 0, "of": 100}}, {"two-humped-cost"}),
+    ],
+)
+def test_a_claim_about_inversion_fails_by_its_own_test(change, fails):
+    found = states(INVERSION | change, "inversion")
+    assert {claim for claim, state in found.items() if state == paper.NOT_REPRODUCED} == fails
+
+
+@pytest.mark.parametrize(
+    ("change", "fails"),
+    [
+        ({"first_errors": {"function words": 8, "of": 17}}, {"function-words"}),
+        ({"error_rates": {"content word": [6, 100]}}, {"content-words"}),
+        ({"misses": {"near miss": 7, "wrong basin": 7}}, {"near-misses"}),
+        ({"metrics": {"l1": 0.9, "l2": 0.8, "cosine": 0.6, "dot": 0.5}}, {"distances"}),
+        ({"metrics": {"l1": 0.9, "l2": 0.9, "cosine": 0.85, "dot": 0.5}}, {"distances"}),
+    ],
+)
+def test_a_claim_about_failures_fails_by_its_own_test(change, fails):
+    found = states(INVERSION | {"failures": INVERSION["failures"] | change}, "inversion")
+    assert {claim for claim, state in found.items() if state == paper.NOT_REPRODUCED} == fails
+
+
+def test_without_the_run_that_failures_are_decided_on_their_claims_stay_open():
+    found = states(INVERSION | {"failures": None}, "inversion")
+    open_claims = {"function-words", "content-words", "near-misses", "distances"}
+    assert {name for name, state in found.items() if state == paper.NOT_TESTABLE} == open_claims | UNDECIDED

@@ -99,6 +99,31 @@ def exact_by_length(tokens: pd.DataFrame, candidates: int | None = None) -> pd.D
     return pd.DataFrame(rows)
 
 
+def agreement(own: pd.DataFrame, reference: pd.DataFrame, candidates: int) -> dict:
+    """Whether a run in published mode finds what a run of the same K behind true prefixes says that it would.
+
+    Returns:
+        ``prompts`` that both have, and how many of them are exact up to each length: ``predicted`` and ``found``.
+    """
+    both = set(own.prompt) & set(reference.prompt)
+    said = exact_by_length(reference[reference.prompt.isin(both)], candidates)
+    did = exact_by_length(own[own.prompt.isin(both)])
+    return {"prompts": len(both), "predicted": said.exact.tolist(), "found": did.exact.tolist()}
+
+
+def read_back(tokens: pd.DataFrame) -> pd.DataFrame:
+    """What came back of every prompt of a run: ``text, found`` (token by token), ``right`` (how many tokens), and
+    ``first error``: the true token, its kind and its final rank."""
+    rows = {}
+    for prompt, part in tokens.sort_values("position").groupby("prompt", sort=False):
+        wrong = part[part.found_id != part.true_id]
+        first = wrong.iloc[0] if len(wrong) else None
+        said = "" if first is None else f"{first.token!r} ({first.category}, rank {first.rank_final:,})"
+        row = {"text": "".join(part.token), "found": "".join(part.found_token)}
+        rows[prompt] = row | {"right": f"{len(part) - len(wrong)} of {len(part)}", "first error": said}
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("prompt")
+
+
 def paired(prompts: pd.DataFrame, one: str, other: str) -> dict[str, float]:
     """Exact match of two configurations on the prompts that both inverted: those of one alone, and McNemar's p."""
     wide = prompts[prompts.channel == "clean"].pivot_table("exact_match", "prompt", "configuration", aggfunc="min")

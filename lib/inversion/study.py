@@ -65,6 +65,7 @@ TOKENS = [
     "candidates",
     "seconds",
     "token",
+    "found_token",
     "category",
     "merge_rank",
     "neighbour_distance",
@@ -512,6 +513,7 @@ def described(inversion: Inversion, tokens: pd.DataFrame) -> pd.DataFrame:
     near = diagnostics.density(inversion.backbone.model.get_input_embeddings().weight, ids).set_index("id")
     spelled = {one: decode([one]) for one in ids}
     tokens["token"] = tokens.true_id.map(spelled)
+    tokens["found_token"] = tokens.found_id.map(lambda one: decode([one]))
     tokens["category"] = tokens.token.map(lambda token: diagnostics.category(token, words))
     tokens["merge_rank"] = tokens.true_id  # ids of a byte-pair vocabulary count merges from the most frequent on
     tokens["neighbour_distance"] = tokens.true_id.map(near.distance)
