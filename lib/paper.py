@@ -293,7 +293,8 @@ def _two_humped(results: Mapping[str, Any]) -> Decision:
 
 def _seconds(results: Mapping[str, Any]) -> Decision:
     run = results["exact"].get("baseline")
-    measured = "not run" if run is None else f"{run['seconds']:.1f} s (another model, two CPU cores)"
+    known = run is not None and run["seconds"] is not None
+    measured = "not run" if not known else f"{run['seconds']:.1f} s (another model, two CPU cores)"
     return Decision(measured, NOT_TESTABLE)
 
 

@@ -350,7 +350,8 @@ def metric_ranks(tokens: pd.DataFrame, candidates: int) -> pd.DataFrame:
 def configurations(prompts: pd.DataFrame) -> pd.DataFrame:
     """Exact match, similarity, time and candidates a token of every run that found something, a row a run.
 
-    Only clean states. ``seconds`` and ``candidates`` are means over tokens of all prompts, failed ones included.
+    Only clean states. ``seconds`` (NaN where a run's configurations were timed together) and ``candidates`` are means
+    over tokens of all prompts, failed ones included.
     """
     rows = []
     judged = prompts[prompts.exact_match.notna() & (prompts.channel == "clean")]
@@ -361,11 +362,16 @@ def configurations(prompts: pd.DataFrame) -> pd.DataFrame:
         row |= {"share": k / n, "low": low, "high": high, "similarity": part.similarity.mean()}
         tokens = part.n_tokens.sum()
         row |= {"exact_up_to_class": int(part.exact_up_to_class.sum())}
-        rows.append(row | {"seconds": part.seconds.sum() / tokens, "candidates": part.candidates.sum() / tokens})
+        rows.append(
+            row | {"seconds": part.seconds.sum(skipna=False) / tokens, "candidates": part.candidates.sum() / tokens}
+        )
     return pd.DataFrame(rows)
 
 
 BASELINE, WINDOW = "zeros 1000", 2000  # what the claims about failures are decided on: the published baseline's K and C
+
+
+EXACT = ("exact", "of", "low", "high", "seconds", "similarity")
 
 
 def summary(prompts: pd.DataFrame, tokens: pd.DataFrame, vocabulary: int) -> dict:
@@ -374,9 +380,7 @@ def summary(prompts: pd.DataFrame, tokens: pd.DataFrame, vocabulary: int) -> dic
     """
     shown = configurations(prompts)
     exact = {
-        row.configuration: {
-            name: getattr(row, name) for name in ("exact", "of", "low", "high", "seconds", "similarity")
-        }
+        row.configuration: {name: None if pd.isna(getattr(row, name)) else getattr(row, name) for name in EXACT}
         for row in shown.itertuples()
     }
     found = {"model": prompts.model.iloc[0], "exact": exact, "separation": _separations(tokens)}

@@ -538,7 +538,7 @@ def prompt_table(inversion: Inversion, tokens: pd.DataFrame) -> pd.DataFrame:
         row |= {"norm": first.norm, "n_tokens": len(part), "method": first.method, "configuration": configuration}
         row |= {"batch": sizes[configuration], "mode": first["mode"]}
         row |= {"channel": channel, "attacker": "nearest token" if first["mode"] == "blind" else "fixed tolerance"}
-        row |= {"seconds": part.seconds.sum(), "candidates": int(part.candidates.sum())}
+        row |= {"seconds": part.seconds.sum(skipna=False), "candidates": int(part.candidates.sum())}
         row["start"] = first.start
         row["cumulative_loss"] = part.cumulative_loss.iloc[-1]
         if first["mode"] == "reference":
