@@ -142,7 +142,7 @@ def imported_by(module):
 def test_the_readmes_results_are_the_committed_ones():
     claims = pd.read_csv(REFERENCE / "claims.csv")
     assert results_table(claims) in (paths.ROOT / "README.md").read_text(encoding="utf-8")
-    folders = {"testbed": "testbed", "sweep": "sweep"} | {case: f"cases/{case}" for case in CASES}
+    folders = {name: name for name in ("testbed", "sweep", "inversion")} | {case: f"cases/{case}" for case in CASES}
     studies = {study: results.read_result(REFERENCE / folder).values for study, folder in folders.items()}
     assert paper.claims_table(studies, "laptop").to_csv(index=False) == claims.to_csv(index=False)
 
