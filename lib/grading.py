@@ -14,7 +14,7 @@ from lib import config, models, paths, plan, rules, runs, scorecard, trials, twi
 from lib.collection import writers
 from lib.files import building
 from lib.plan import PlanError, Scorecard
-from lib.results import MissingResult, Result, ResultError, differences, provenance, read_result, write_result
+from lib.results import MissingResult, Result, ResultError, first_found, provenance, write_result
 
 PROTOCOL = 1  # raised by hand when the tables would change though trials and twins do not
 PLAN = "plan.csv"
@@ -215,14 +215,8 @@ def load(settings: Scorecard, source: str) -> Result:
         ResultError: it is damaged, or was made with other parameters.
     """
     folders = {"local": trials.folder_of(settings.scale), "reference": paths.reference(settings.scale) / "scorecard"}
-    for name, folder in folders.items():
-        found = read_result(folder) if source in (name, "auto") else None
-        if found is None:
-            continue
-        expected = inputs(settings)
-        differing = differences({key: found.content["inputs"].get(key) for key in expected}, expected)
-        if differing:
-            raise ResultError(f"{paths.show(folder)} was made with other parameters: {'; '.join(differing)}")
+    found = first_found(folders, source, inputs(settings))
+    if found is not None:
         return found
     raise MissingResult(f"there is no scorecard at {settings.scale} scale: run `make scorecard SCALE={settings.scale}`")
 

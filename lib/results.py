@@ -10,7 +10,7 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,25 @@ def reusable(folder: Path, inputs: dict[str, Any], record: str = "result.json") 
         differing = "; ".join(differences(result.content["inputs"], inputs))
         raise ResultError(_refusal(folder, f"was made with other parameters: {differing}", record))
     return result
+
+
+def first_found(
+    folders: Mapping[str, Path], source: str, expected: dict[str, Any], usable: Callable[[Result], bool] | None = None
+) -> Result | None:
+    """The first result in ``folders`` (by source: local, reference) that ``source`` allows; ``auto`` allows all.
+
+    Raises:
+        ResultError: it is damaged, or some of its inputs are not as ``expected``.
+    """
+    for name, folder in folders.items():
+        found = read_result(folder) if source in (name, "auto") else None
+        if found is None or (usable is not None and not usable(found)):
+            continue
+        differing = differences({key: found.content["inputs"].get(key) for key in expected}, expected)
+        if differing:
+            raise ResultError(f"{paths.show(folder)} was made with other parameters: {'; '.join(differing)}")
+        return found
+    return None
 
 
 def other_result_aside(folder: Path, inputs: dict[str, Any]) -> Result | None:

@@ -99,6 +99,9 @@ shown = analysis.configurations(texts)
 shown["reported"] = shown.configuration.map(paper.EXACT_MATCH)
 shown.drop(columns=["method"]).round(3)
 
+# %% [markdown]
+# By length: how many prompts are right up to each token (bands: Wilson, 95 %; stars: the paper at ten tokens).
+
 # %%
 last, middle = (tokens[tokens.layer == layer] for layer in ("last", "12"))
 layers = {f"{params.study.model}, all layers": last, "layer 12, GPT-2's depth": middle}
@@ -126,6 +129,9 @@ figures.length_curves(curves, paper.EXACT_MATCH)
 searched = tokens[(tokens.position > 0) & ~tokens["mode"].isin(["full-scan", "sipit"])]
 table = analysis.grid(searched, grid)
 figures.recovery_grid({title: table[table.layer == part.layer.iloc[0]] for title, part in layers.items()})
+
+# %% [markdown]
+# The same as a table, shares of positions:
 
 # %%
 cells = table.assign(share=table.share.round(3)).pivot(index=["layer", "configuration"], columns="candidates", values="share")
@@ -172,8 +178,15 @@ analysis.grid(first, grid).pivot(index="configuration", columns="candidates", va
 wanted = [name for name in ("layer 12 baseline", "layer 12 prior", "prior", "verified") if name in traces]
 figures.loss_traces({name: traces[name] for name in wanted[:3]}, 1e-4)
 
+# %% [markdown]
+# The two ends of that gap, run by run: the largest sum of an exact prompt, the smallest of a failed one, and how many orders of
+# magnitude lie between.
+
 # %%
 analysis.ends(texts)
+
+# %% [markdown]
+# And at every length, for the first tokens of all prompts:
 
 # %%
 lengths = {name: analysis.separation_by_length(part).set_index("length").separation for name, part in traces.items()}
@@ -192,9 +205,15 @@ blind = tokens[tokens["mode"] == "blind"]
 areas = analysis.signal_areas(blind)
 areas.assign(area=areas.area.round(3)).pivot(index=["per", "signal"], columns="channel", values="area")[list(dict.fromkeys(blind.channel))]
 
+# %% [markdown]
+# How many tokens (behind a true prefix) and prompts that stands on:
+
 # %%
 counts = areas[areas.signal.isin(["discrete loss", "sum of discrete loss"])]
 counts.pivot(index="per", columns="channel", values=["wrong", "right"])
+
+# %% [markdown]
+# Token by token, at every threshold:
 
 # %%
 rocs = {}
@@ -259,6 +278,9 @@ figures.odds_ratios(models) if models else "too few errors for a model"
 # %%
 figures.fates({name: runs[name][runs[name].position > 0] for name in chosen[:3]}, vocabulary)
 
+# %% [markdown]
+# Counted, with medians of rank and last loss:
+
 # %%
 pd.concat({name: analysis.misses(runs[name][runs[name].position > 0], window, vocabulary) for name in chosen}).round(4)
 
@@ -281,6 +303,9 @@ pd.concat({name: analysis.metric_ranks(runs[name][runs[name].position > 0], wind
 # %%
 cost = shown.assign(name=shown.configuration, note=[f"{row.candidates:.0f} candidates, {row.exact} of {row.of} prompts exact" for row in shown.itertuples()])
 figures.time_bars(cost[cost.seconds.notna()].sort_values("seconds"))
+
+# %% [markdown]
+# And how many candidates a token takes:
 
 # %%
 analysis.candidate_spread(tokens)

@@ -11,6 +11,7 @@ import pytest
 from lib import cases, casework, collection, config, paper, paths, precision, report, results, rules, training, verdicts
 from lib.__main__ import main
 from lib.config import ConfigError
+from lib.inversion import study
 from lib.results import Result, ResultError
 
 RULES = rules.load_verdicts()
@@ -257,11 +258,16 @@ def rerun_of(folder, case):
 
 def test_the_report_holds_every_case_every_claim_and_its_figures(tmp_path):
     claims = paper.claims_table({}, "smoke")
-    page = report.write(tmp_path, "smoke", {case: rerun_of(tmp_path, case) for case in cases.CASES}, {}, claims)
+    row = {"prompt": "a", "position": 0, "true_id": 1, "found_id": 1, "fallback": False, "cumulative_loss": 1e-12}
+    wrong = row | {"position": 1, "found_id": 2, "fallback": True, "cumulative_loss": 3.0}
+    inverted = study.Short(pd.DataFrame([row, wrong]), {"a": "It is"}, {"a": "It was"}, "What was done.", 7.0, 1e-4)
+    reruns = {case: rerun_of(tmp_path, case) for case in cases.CASES}
+    page = report.write(tmp_path, "smoke", reruns, {}, claims, inverted)
     text, html = (tmp_path / "report.md").read_text(), page.read_text()
     for claim in paper.CLAIMS:
         assert claim.id in text and claim.id in html
-    assert html.count('src="data:image/png;base64,') == 3 and 'src="report' not in html
+    assert html.count('src="data:image/png;base64,') == 4 and 'src="report' not in html
+    assert "| a | It is | It was | 1 of 2 | at token 2 | 3.0e+00 |" in text and "What was done. 7 s" in text
     assert "| hex | damaged (+0.0133) | damaged (+0.0133) |" in text
     assert "| hit_full | damaged (3 lost, 0 gained) |" in text
     assert "5.00 bits before, 4.50 after" in text and "| pattern holds | yes | yes |" in text
@@ -349,7 +355,8 @@ def test_the_main_job_runs_the_three_cells_anew_and_reports(smoke, capsys):
         assert (table[table.kind == "random"].groupby(["model", "canary"]).size() == 31).all()
         assert rerun.values["cap"] == 5.0 and set(rerun.table("recall.parquet").modality) == {"text"}
     page = (paths.local("smoke") / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 3 and "C4: non-secret drift" in page
+    assert page.count("data:image/png;base64,") == 4 and "C4: non-secret drift" in page
+    assert "Text from hidden states: 2 of 2 prompts read back exactly" in printed
     assert "decided from nothing: there are no tables of a sweep at this scale" in printed
 
 

@@ -8,6 +8,7 @@ import yaml
 
 from lib import adapters, benign, config, paths, plan, rules
 from lib.config import ConfigError
+from lib.inversion import settings
 
 
 def test_threads_can_be_set_from_outside(monkeypatch):
@@ -31,6 +32,9 @@ def test_every_parameter_file_loads(path):
     elif path.name == "scorecard.yaml":
         for name in content["scales"]:
             assert len(plan.draw(plan.load(name))) > 0
+    elif path.name == "inversion.yaml":
+        for name in content["scales"]:
+            assert len(settings.load(name).runs) > 0
     elif path.name == "scales.yaml":
         for name in content:
             assert config.load_scale(name).name == name

@@ -28,9 +28,8 @@ from lib.results import (
     MissingResult,
     Result,
     ResultError,
-    differences,
+    first_found,
     provenance,
-    read_result,
     reusable,
     set_aside_command,
     write_result,
@@ -585,13 +584,12 @@ def load(study: Study, source: str, partly: bool = False) -> Result:
     folders = {"local": inversion.folder}
     if inversion.is_standard or source == "reference":
         folders["reference"] = paths.reference(study.scale) / "inversion"
-    for name, folder in folders.items():
-        found = read_result(folder) if source in (name, "auto") else None
-        if found is None or (name == "local" and found.values["pending"] and not partly):
-            continue
-        differing = differences(found.content["inputs"], study_inputs(inversion))
-        if differing:
-            raise ResultError(f"{paths.show(folder)} was made with other parameters: {'; '.join(differing)}")
+
+    def usable(result: Result) -> bool:
+        return partly or result.is_reference or not result.values["pending"]
+
+    found = first_found(folders, source, study_inputs(inversion), usable)
+    if found is not None:
         return found
     raise MissingResult(f"there is no inversion study at {study.scale} scale: run `make inversion SCALE={study.scale}`")
 
