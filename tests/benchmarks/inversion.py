@@ -32,7 +32,10 @@ def main(method: str, scale: str) -> None:
     backbone = models.load(chosen.model, chosen.revision, device=accelerator().device)
     reader = Reader(backbone, Convention(norm="pre" if method.startswith("sipit") else "post"), len(backbone.tokenizer))
     texts = settings.prompts(chosen.source, prompts)
-    ids = torch.tensor([backbone.tokenizer(text.text)["input_ids"][: tokens + 1] for text in texts])
+    ids = torch.tensor(
+        [backbone.tokenizer(text.text, add_special_tokens=False)["input_ids"][: tokens + 1] for text in texts]
+    )
+    ids = ids.to(reader.device)
     states = reader.states(ids)
     started = time.perf_counter()
     for _ in range(3):
@@ -83,7 +86,7 @@ def one_by_one(method: str, reader: Reader, ids: torch.Tensor, states: torch.Ten
                 else:
                     chosen, tried, done = published(reader, prefix, target, start, limit)
             else:
-                order = torch.arange(len(reader.embedding)) if order is None else order
+                order = torch.arange(len(reader.embedding), device=reader.device) if order is None else order
                 chosen, tried, done = continuous.verify(reader, cache, target, order, 1e-4)
             seconds = time.perf_counter() - started
             rows.append(row(seconds, int(chosen) == int(ids[prompt, position]), tried, not done and seconds >= left))
@@ -97,7 +100,7 @@ def row(seconds: float, right: bool, candidates: int, capped: bool) -> dict:
 
 def sequential(reader: Reader, cache, target: torch.Tensor, bench, until: float) -> tuple[int, int, bool]:
     """The published search as its scripts do it: one prompt, a cached prefix, candidates verified one by one."""
-    proxy = torch.zeros(1, reader.width, requires_grad=True)
+    proxy = torch.zeros(1, reader.width, device=reader.device, requires_grad=True)
     adam = torch.optim.Adam([proxy], lr=0.05, weight_decay=1e-5)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, T_max=bench.steps)
     for _ in range(bench.steps):
@@ -122,7 +125,7 @@ def published(reader: Reader, prefix: torch.Tensor, target: torch.Tensor, start:
     """SIPIT without a cache: every step and every try reads the whole prefix again."""
     table, model = reader.embedding, reader.model
     before, proxy = table[prefix[0]], table[start].clone()
-    untried = torch.ones(len(table), dtype=torch.bool)
+    untried = torch.ones(len(table), dtype=torch.bool, device=reader.device)
     until, tried = time.perf_counter() + limit.seconds, 0
 
     def state(embedding):
