@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import transformers
 
 from lib import models, paths
 from lib.inversion import continuous, conventions, diagnostics, sipit
@@ -201,6 +202,18 @@ def test_the_first_token_is_looked_up_where_no_gradient_reaches_it():
     first = found.tokens[found.tokens.position == 0]
     assert (first.found_id == first.true_id).all() and (first.steps == 0).all() and not first.fallback.any()
     assert (found.tokens[found.tokens.position == 1].steps > 0).all()
+
+
+def test_a_gradient_beyond_the_precision_is_refused():
+    """Zero proxies behind many RMSNorm layers: each multiplies the slope by a thousand."""
+    shape = {"vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 16}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-8}
+    deep = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, initializer_range=0.2)).requires_grad_(False)
+    reader = Reader(models.load("tiny-llama").with_model(deep.eval()))
+    states = reader.states(torch.tensor([[5, 6]]))
+    with pytest.raises(InversionError, match="start elsewhere .prior, random. or look the first token up"):
+        continuous.invert(reader, states, Settings(steps=3, candidates=5))
+    continuous.invert(reader, states, Settings(steps=3, candidates=5, first="table"))
 
 
 def test_a_proxy_that_is_no_number_ranks_nothing():

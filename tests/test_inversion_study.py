@@ -214,6 +214,17 @@ def test_the_error_model_finds_what_errors_were_drawn_from():
     assert found.low["position"] < 1 < found.high["position"] and "continuation" not in found.index
 
 
+def test_a_kind_that_never_fails_does_not_spoil_the_model():
+    rng = np.random.default_rng(1)
+    table = pd.DataFrame({"prompt": rng.integers(60, size=600).astype(str), "position": rng.integers(1, 10, 600)})
+    table["category"] = rng.choice(["content word", "function word", "number"], 600)
+    table["merge_rank"], table["neighbour_distance"] = rng.integers(1, 40000, 600), rng.normal(size=600)
+    failed = (rng.random(600) < 0.3) & (table.category != "number")
+    table = table.assign(true_id=1, accepted_id=np.where(failed, -1, 1), rank_final=np.where(failed, 99, 0))
+    found = analysis.error_model(table.assign(fallback=failed, candidates=99), 10)
+    assert "number" not in set(found.term) and found.notna().all(axis=None)
+
+
 def test_separation_is_given_for_every_length_at_which_there_are_both_kinds():
     table = tokens([("a", 0, 1, 1, 1, 0), ("a", 1, 2, 2, 2, 0), ("b", 0, 1, 1, 1, 0), ("b", 1, 2, 9, -1, 1)])
     table = table.assign(cumulative_loss=[1e-11, 2e-11, 1e-11, 1e-1], mode="verified")

@@ -292,7 +292,8 @@ def error_model(tokens: pd.DataFrame, candidates: int) -> pd.DataFrame:
     """A logistic model of errors behind a true prefix, position 0 left out: kind, rank, density and position together.
 
     Generalised estimating equations with exchangeable correlation within a prompt (statsmodels). Numbers are
-    standardised, so that an odds ratio is that of one standard deviation; a kind's is against content words.
+    standardised, so that an odds ratio is that of one standard deviation; a kind's is against content words. Kinds with
+    fewer than ten tokens, or with one outcome alone (whose odds ratio would be zero or infinite), are left out.
 
     Returns:
         ``term, odds_ratio, low, high, p`` (Wald, 95 %).
@@ -300,9 +301,12 @@ def error_model(tokens: pd.DataFrame, candidates: int) -> pd.DataFrame:
     import statsmodels.api as sm
 
     part = tokens[tokens.position > 0].sort_values(["prompt", "position"])
-    kinds = pd.get_dummies(part.category, dtype=float)
-    common = [kind for kind in kinds if kinds[kind].sum() >= 10 and kind != "content word"]
+    failed = ~recovered(part, candidates)
+    counts = failed.groupby(part.category).agg(["sum", "size"])
+    told = counts[(counts["size"] >= 10) & (counts["sum"] > 0) & (counts["sum"] < counts["size"])].index
+    common = [kind for kind in told if kind != "content word"]
     part = part[part.category.isin([*common, "content word"])]
+    kinds = pd.get_dummies(part.category, dtype=float)
     numbers = {
         "log merge rank": np.log(part.merge_rank + 1.0),
         "distance to neighbours": part.neighbour_distance,
@@ -310,7 +314,7 @@ def error_model(tokens: pd.DataFrame, candidates: int) -> pd.DataFrame:
     }
     design = pd.DataFrame({name: (values - values.mean()) / values.std() for name, values in numbers.items()})
     design = sm.add_constant(pd.concat([kinds.loc[part.index, common], design], axis=1))
-    error = (~recovered(part, candidates)).astype(float)
+    error = failed[part.index].astype(float)
     model = sm.GEE(
         error, design, groups=part.prompt, family=sm.families.Binomial(), cov_struct=sm.cov_struct.Exchangeable()
     )

@@ -88,6 +88,7 @@ def lm_order(reader: Reader, states: Tensor, tolerance: float = 1e-4) -> Inverte
     read: dict[int, tuple[list[int], object]] = {}
 
     def order(prompt: int, position: int, _: Tensor, committed: list[int]) -> Tensor:
+        """Every id, the most expected first; the tokens committed so far are read once each."""
         if position == 0:
             return torch.arange(table, device=reader.device)
         known, cache = read.get(prompt, ([], empty()))
@@ -117,6 +118,7 @@ def random_proxy(
     """
 
     def order(prompt: int, position: int, *_) -> Tensor:
+        """The C ids nearest to a random row."""
         pick = np.random.default_rng([seed, prompt, position]).integers(len(reader.embedding))
         far = distances(reader, reader.embedding[[pick]], metric)[0]
         return far.topk(candidates, largest=False).indices
