@@ -284,11 +284,8 @@ def drive(
     seconds = np.zeros(n)
     for step in range(int(limits.max()) + 1):
         begun = time.perf_counter()
-        proxies.requires_grad_(True)
         before = None if lengths is None else lengths[alive.cpu()]
-        loss = (reader.proxies(proxies, behind, before) - targets[alive]).square().mean(-1)
-        (gradient,) = torch.autograd.grad(loss.sum(), proxies)
-        proxies, loss = proxies.detach(), loss.detach()
+        loss, gradient = _slope(reader, proxies, behind, before, targets[alive])
         if not torch.isfinite(loss).all():
             raise InversionError(f"{reader.backbone.name}: the loss at step {step} is beyond {loss.dtype}")
         final[alive], losses[alive], taken[alive] = proxies, loss, step
@@ -303,18 +300,36 @@ def drive(
         if not going.all():
             proxies, gradient, adam = proxies[going], gradient[going], adam.of(going)
             alive, behind = alive[going], view(cache, alive[going])
-        norm = gradient.norm(dim=-1, keepdim=True)
-        if not torch.isfinite(norm).all():
-            raise InversionError(
-                f"{reader.backbone.name}: the gradient at step {step} is beyond {gradient.dtype}, as it is at a zero "
-                "proxy behind RMSNorm layers: start elsewhere (prior, random) or look the first token up (first: table)"
-            )
-        clipped = gradient * (shared.clip / (norm + 1e-6)).clamp(max=1.0)
+        gradient = _clipped(gradient, shared.clip, f"{reader.backbone.name}: the gradient at step {step}")
         rates = proxies.new_tensor([_rate(shared.learning_rate, step, steps) for steps in limits[alive].tolist()])
-        proxies = adam.step(proxies, clipped + shared.weight_decay * proxies, rates[:, None], step + 1)
+        proxies = adam.step(proxies, gradient + shared.weight_decay * proxies, rates[:, None], step + 1)
         seconds[alive] += (time.perf_counter() - begun) / len(alive)
     columns = ["prompt", "step", "loss", "rank"]
     return Driven(final, losses, taken, pd.DataFrame(trace, columns=columns), seconds)
+
+
+def _slope(reader: Reader, proxies: Tensor, cache, lengths: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of every row [m] and its gradient [m, d]."""
+    proxies = proxies.requires_grad_(True)
+    loss = (reader.proxies(proxies, cache, lengths) - targets).square().mean(-1)
+    (gradient,) = torch.autograd.grad(loss.sum(), proxies)
+    proxies.requires_grad_(False)
+    return loss.detach(), gradient
+
+
+def _clipped(gradient: Tensor, most: float, where: str) -> Tensor:
+    """Every row's gradient, of a norm of at most ``most``.
+
+    Raises:
+        InversionError: one that the precision cannot hold, named by ``where``.
+    """
+    norm = gradient.norm(dim=-1, keepdim=True)
+    if not torch.isfinite(norm).all():
+        raise InversionError(
+            f"{where} is beyond {gradient.dtype}, as it is at a zero proxy behind RMSNorm layers: start elsewhere "
+            "(prior, random) or look the first token up (first: table)"
+        )
+    return gradient * (most / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _rate(full: float, step: int, steps: int) -> float:
