@@ -21,6 +21,9 @@ scorecard: .venv/ready
 inversion: .venv/ready
 	$(BIN)/python -m lib inversion --scale $(SCALE) --jobs $(JOBS)
 
+fast: .venv/ready
+	$(BIN)/python -m lib fast --scale $(SCALE)
+
 bench: .venv/ready
 	$(BIN)/python tests/benchmarks/bench.py --scale $(SCALE)
 
@@ -45,4 +48,4 @@ clean:
 	$(BIN)/python -m lib fetch
 	touch $@
 
-.PHONY: run test sweep cases scorecard inversion bench reference notebooks lint clean
+.PHONY: run test sweep cases scorecard inversion fast bench reference notebooks lint clean

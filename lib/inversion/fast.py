@@ -17,7 +17,7 @@ from tqdm import tqdm
 from lib import config, models, paths
 from lib.collection import writers
 from lib.files import locked
-from lib.inversion import channels, corpus, defences, diagnostics, proposer, settings, verified
+from lib.inversion import attackers, channels, continuous, corpus, defences, diagnostics, proposer, settings, verified
 from lib.inversion.fast_settings import RANDOM, Fast, FastRun, Set
 from lib.inversion.fast_settings import load as load_settings
 from lib.inversion.reader import Convention, InversionError, Reader
@@ -34,7 +34,6 @@ from lib.training import accelerator, threads
 
 PROTOCOL = 1  # raised by hand when results would change
 RANDOM_SEED = 3  # of prompts of random ids
-TABLES = ("prompts.parquet", "tokens.parquet", "sweep.parquet", "margins.parquet", "cascade.parquet", "utility.csv")
 CASCADED = ("nearest", "aware", "aware, prior")  # attackers that read whole prompts
 
 
@@ -78,7 +77,7 @@ class Study:
     @functools.cache  # noqa: B019 - one study a process
     def proposer(self, convention: Convention) -> proposer.Proposer:
         """The proposer of a convention, with its table of first tokens."""
-        return proposer.fitted(self.reader(convention))
+        return proposer.fitted(self.reader(convention), self.fast.proposer.tokens, self.fast.proposer.packages)
 
     @functools.cached_property
     def encoded(self) -> list[tuple[str, str, list[int]]]:
@@ -119,6 +118,8 @@ class Study:
         for wanted in self.fast.sets:
             for number in range(wanted.units):
                 yield self._set_unit(wanted, number)
+        for name, count in self.fast.peers.items():
+            yield self._peer_unit(next(one for one in self.fast.sets if one.name == name), count)
         plan = self.fast.defences
         for prompt in range(plan.prompts):
             yield self._sweep_unit(f"sweep/prompt-{prompt:02d}", prompt, range(plan.tokens), plan.candidates)
@@ -126,7 +127,7 @@ class Study:
             yield self._sweep_unit(f"swept/position-{place:02d}", 0, [place], None)
         for name in plan.cascade.channels:
             for attacker in CASCADED:
-                if verified.attackers.named(attacker).suits(channels.named(name)):
+                if attackers.named(attacker).suits(channels.named(name)):
                     yield self._cascade_unit(name, attacker)
         for source in ("docstrings", "written"):
             yield self._utility_unit(source)
@@ -141,8 +142,9 @@ class Study:
         return settings.checksum(settings.written())
 
     def _set_unit(self, wanted: Set, number: int) -> Unit:
-        known = dataclasses.asdict(verified.Settings())
-        inputs = self._common("set", set=dataclasses.asdict(wanted), batch=number, search=known, texts=self.texts)
+        known = {"set": wanted, "search": verified.Settings(), "proposer": self.fast.proposer}
+        known = {name: dataclasses.asdict(one) for name, one in known.items()}
+        inputs = self._common("set", batch=number, texts=self.texts, **known)
         return Unit(f"sets/{_plain(wanted.name)}/batch-{number:02d}", inputs, lambda: self._invert(wanted, number))
 
     def _invert(self, wanted: Set, number: int) -> tuple[dict, dict[str, pd.DataFrame]]:
@@ -163,6 +165,28 @@ class Study:
         tokens["prompt"] = tokens.prompt.map({i: name for i, (name, *_) in enumerate(chosen)})
         values = {"seconds": seconds, "forward": forward, "read": found.read, "tolerance": found.tolerance}
         return values | {"setup": own.seconds}, {"tokens.parquet": tokens}
+
+    def _peer_unit(self, wanted: Set, count: int) -> Unit:
+        inputs = self._common("peer", set=dataclasses.asdict(wanted), prompts=count, texts=self.texts)
+        return Unit(f"peers/{_plain(wanted.name)}", inputs, lambda: self._peer(wanted, count))
+
+    def _peer(self, wanted: Set, count: int) -> tuple[dict, dict[str, pd.DataFrame]]:
+        """The language model's own order, token by token behind the true prefix, the first one left out.
+
+        Its expectations and the cache of the prefix lie outside its seconds.
+        """
+        reader, rows = self.reader(wanted.convention), []
+        for name, _, ids in self.prompts(wanted)[:count]:
+            prompt = torch.tensor([ids], device=reader.device)
+            states = reader.states(prompt)[0]
+            for position in range(1, wanted.tokens):
+                cache = reader.read(prompt[:, :position])
+                order = reader.next_probabilities(prompt[:, :position])[0].argsort(descending=True)
+                started = time.perf_counter()
+                chosen, tried, _ = continuous.verify(reader, cache, states[position], order, attackers.TOLERANCE)
+                row = {"prompt": name, "position": position, "true_id": ids[position], "found_id": int(chosen)}
+                rows.append(row | {"candidates": tried, "seconds": time.perf_counter() - started})
+        return {"tokens": len(rows)}, {"tokens.parquet": pd.DataFrame(rows).assign(configuration=wanted.name)}
 
     def _sweep_unit(self, name: str, prompt: int, positions, size: int | None) -> Unit:
         plan = self.fast.defences
@@ -199,6 +223,7 @@ class Study:
             prompts=plan.cascade.prompts,
             tokens=plan.tokens,
             candidates=plan.cascade.candidates,
+            proposer=dataclasses.asdict(self.fast.proposer),
             texts=self.texts,
         )
         return Unit(f"cascade/{_plain(name)}/{_plain(attacker)}", inputs, lambda: self._cascade(name, attacker))
@@ -210,7 +235,8 @@ class Study:
         states = reader.states(ids)
         given = torch.stack([defences.released(channel, row, number, 0) for number, row in enumerate(states)])
         stages = tuple(stage for stage in (8, 64, 256) if stage < plan.candidates) + (plan.candidates,)
-        bounded = verified.Settings(ahead=1, stages=stages, scan=False)
+        proven = attacker == "aware" and not channel.likelihood  # else nothing is ever accepted: the tries are bounded
+        bounded = verified.Settings(ahead=1, stages=stages, scan=proven)
         found = verified.invert(reader, given, own, bounded, channel, attacker)
         truth = ids[found.tokens.prompt.tolist(), found.tokens.position.tolist()].tolist()
         tokens = found.tokens.assign(true_id=truth, channel=name, attacker=attacker)
@@ -218,7 +244,7 @@ class Study:
 
     def _utility_unit(self, source: str) -> Unit:
         plan = self.fast.defences
-        text = corpus.versions(corpus.APART) if source == "docstrings" else self.texts
+        text = corpus.versions(plan.utility_packages) if source == "docstrings" else self.texts
         inputs = self._common("utility", source=source, text=text, tokens=plan.utility_tokens, channels=plan.channels)
         return Unit(f"utility/{source}", inputs, lambda: self._utility(source))
 
@@ -233,7 +259,7 @@ class Study:
         if source == "written":
             rows = [ids for *_, ids in self.encoded if len(ids) >= defences.SEQUENCE]
         else:
-            texts = corpus.docstrings(corpus.APART)
+            texts = corpus.docstrings(self.fast.defences.utility_packages)
             rows = (self.backbone.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
             rows = (ids for ids in rows if len(ids) >= defences.SEQUENCE)
         kept = [ids[: defences.SEQUENCE] for ids, _ in zip(rows, range(wanted), strict=False)]
@@ -302,6 +328,7 @@ def collect(fast: Fast) -> Result:
     tables = {
         "tokens.parquet": tokens,
         "prompts.parquet": exact_prompts(study, tokens, found),
+        "peers.parquet": _stacked(found, "peers/", "tokens.parquet"),
         "sweep.parquet": _stacked(found, "sweep/", "sweep.parquet"),
         "margins.parquet": _stacked(found, "sweep/", "margins.parquet"),
         "swept.parquet": _stacked(found, "swept/", "sweep.parquet"),
@@ -315,6 +342,7 @@ def collect(fast: Fast) -> Result:
         str(accelerator().device), first["threads"], time.perf_counter() - started, computed_in=computed
     )
     values = {"vocabulary": len(study.backbone.tokenizer), "ordinary_ids": len(study.ordinary_ids)}
+    values["width"] = study.reader(Convention()).width
     (study.folder / "result.json").unlink(missing_ok=True)
     return write_result(study.folder, study_inputs(study), values, record, writers(tables))
 
@@ -336,8 +364,9 @@ def exact_tokens(study: Study, found: dict[str, Result]) -> pd.DataFrame:
             parts.append(result.table("tokens.parquet").assign(configuration=wanted.name, batch_number=number))
     tokens = pd.concat(parts, ignore_index=True)
     decode = study.backbone.tokenizer.decode
-    spelled = {one: decode([one]) for one in set(tokens.true_id) | set(tokens.found_id)}
-    return tokens.assign(token=tokens.true_id.map(spelled), found_token=tokens.found_id.map(spelled))
+    names = {"token": "true_id", "found_token": "found_id", "guess": "guess_id"}
+    spelled = {one: decode([one]) for column in names.values() for one in set(tokens[column])}
+    return tokens.assign(**{name: tokens[column].map(spelled) for name, column in names.items()})
 
 
 def exact_prompts(study: Study, tokens: pd.DataFrame, found: dict[str, Result]) -> pd.DataFrame:

@@ -40,6 +40,14 @@ class Set:
 
 
 @dataclass(frozen=True)
+class Fitting:
+    """What proposers are fitted on: so many tokens, half of them docstrings of these packages."""
+
+    tokens: int = at_least(2)
+    packages: tuple[str, ...] = dataclasses.field()
+
+
+@dataclass(frozen=True)
 class Cascade:
     """Whole prompts, each token behind what the attacker found before it."""
 
@@ -60,6 +68,7 @@ class Defences:
     channels: tuple[str, ...] = dataclasses.field()
     cascade: Cascade = dataclasses.field()
     utility_tokens: int = at_least(1)
+    utility_packages: tuple[str, ...] = dataclasses.field()
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,9 @@ class Fast:
     scale: str
     model: str
     revision: str | None
+    proposer: Fitting
     sets: tuple[Set, ...]
+    peers: dict[str, int]
     defences: Defences
 
 
@@ -77,7 +88,9 @@ class Fast:
 class _Own:
     model: str
     revision: str | None
+    proposer: Fitting
     sets: dict
+    peers: dict
     defences: Defences
 
 
@@ -94,6 +107,12 @@ def load(scale: str, overrides: dict[str, Any] | None = None, path: Path | None 
         raise ConfigError(f"{path.name}: got the scale {scale!r}, expected one of {', '.join(values['scales'])}.")
     own = build(_Own, {"revision": None} | values["scales"][scale] | (overrides or {}), path.name)
     sets = tuple(_set(name, one, path.name) for name, one in own.sets.items())
+    for name, count in own.peers.items():
+        known = {one.name: one for one in sets}
+        if name not in known or type(count) is not int or not 1 <= count <= known[name].prompts:
+            raise ConfigError(
+                f"{path.name}: peers has {name!r}: {count!r}, expected a set and a number of its prompts."
+            )
     for name in (*own.defences.channels, *own.defences.cascade.channels):
         channels.named(name)
     late = [place for place in own.defences.swept if place >= own.defences.tokens]
@@ -101,7 +120,7 @@ def load(scale: str, overrides: dict[str, Any] | None = None, path: Path | None 
         raise ConfigError(f"{path.name}: defences.swept has {late[0]}, expected less than {own.defences.tokens}.")
     if own.defences.cascade.prompts > own.defences.prompts:
         raise ConfigError(f"{path.name}: defences.cascade.prompts is more than {own.defences.prompts}, the sweep's.")
-    return Fast(scale, own.model, own.revision, sets, own.defences)
+    return Fast(scale, own.model, own.revision, own.proposer, sets, own.peers, own.defences)
 
 
 def _set(name: str, values: Any, where: str) -> Set:

@@ -38,13 +38,14 @@ class Proposer:
         self.reader, self.probe, self.table, self.seconds = reader, probe, table, seconds
         self.unit = torch.nn.functional.normalize(reader.embedding, dim=-1)
         self.middle = table.mean(0)
-        self.directions = torch.nn.functional.normalize(table - self.middle, dim=-1)
+        self.centred = table - self.middle
+        self.lengths = self.centred.norm(dim=-1).clamp(min=1e-12)
 
     def likeness(self, states: Tensor) -> Tensor:
         """How well states [..., d] go with every token [..., V]: the cosines of what the probe reads with the token's
         embedding, and of the state with the token's in the table (both less the table's mean), over 0.2."""
         read = torch.nn.functional.normalize(_with_one(states) @ self.probe, dim=-1) @ self.unit.T
-        seen = torch.nn.functional.normalize(states - self.middle, dim=-1) @ self.directions.T
+        seen = torch.nn.functional.normalize(states - self.middle, dim=-1) @ self.centred.T / self.lengths
         return (read + seen) / TEMPERATURE
 
     def best(self, states: Tensor, expected: Tensor | None) -> Tensor:
@@ -71,10 +72,11 @@ def _with_one(states: Tensor) -> Tensor:
     return torch.cat([states, states.new_ones(*states.shape[:-1], 1)], -1)
 
 
-def fitted(reader: Reader, tokens: int = TOKENS, seed: int = 0) -> Proposer:
+def fitted(reader: Reader, tokens: int = TOKENS, packages: Sequence[str] = corpus.FITTED, seed: int = 0) -> Proposer:
     """The proposer of a model and convention, from the cache folder or fitted and kept there.
 
-    With it comes the reader's table of one-token prompts. Both tables take the space of the embedding matrix.
+    ``packages`` are those whose docstrings it is fitted on, half and half with random ids, ``tokens`` in all. With it
+    comes the reader's table of one-token prompts. Both tables take the space of the embedding matrix.
 
     Raises:
         InversionError: what lies in the cache is of another model, or damaged.
@@ -88,14 +90,14 @@ def fitted(reader: Reader, tokens: int = TOKENS, seed: int = 0) -> Proposer:
         "tokens": tokens,
         "seed": seed,
         "dtype": str(reader.embedding.dtype),
-        "corpus": corpus.versions(corpus.FITTED),
+        "corpus": corpus.versions(packages),
     }
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     path = paths.cache() / "proposers" / f"{key}.safetensors"
     with files.locked(path):
         if not path.exists():
             started = time.perf_counter()
-            probe = fit(reader, sequences(reader, corpus.docstrings(corpus.FITTED), tokens, seed))
+            probe = fit(reader, sequences(reader, corpus.docstrings(packages), tokens, seed))
             found = {"probe": probe.contiguous(), "table": usual_states(reader), "first": reader.first_states}
             about = {"identity": json.dumps(identity), "seconds": f"{time.perf_counter() - started:.1f}"}
             with files.building(path) as unfinished:

@@ -79,7 +79,8 @@ class Found:
 
     ``ids`` [n, T]; ``tokens``, a row a prompt and position: ``prompt, position, found_id, status, candidates``
     (verified, the accepted one included), ``residual, margin`` (the runner-up's residual over the accepted one's, among
-    those tried; NaN where one alone was); ``tolerance``; ``read``: tokens read by the model in all.
+    those tried; NaN where one alone was), ``guess_id`` (what was proposed) and ``round`` (of proving and repairing, in
+    which it was found); ``tolerance``; ``read``: tokens read by the model in all.
     """
 
     ids: Tensor
@@ -134,22 +135,31 @@ def foretold(proposer: Proposer, ids: Tensor, states: Tensor) -> Local:
     """Fit how states [C, d] of tried ids [C] differ from those that the ids have behind the proposer's prefix.
 
     A ridge regression of the differences on these states t_v, which is to say a prior that the context only shifts
-    them: h_v = t_v + mean + k_v' (K + lambda I)^-1 D, in its dual form, K the inner products of the tried t_v.
+    them: h_v = t_v + mean + W' (t_v - mean), W = (X'X + lambda I)^-1 X'D, in its dual form where fewer are tried than
+    there are coordinates.
     """
-    table = proposer.table - proposer.middle
+    table = proposer.centred
     inputs, apart = table[ids], states - proposer.table[ids]
     middle, shift = inputs.mean(0), apart.mean(0)
-    inputs = inputs - middle
-    kernel = inputs @ inputs.T
-    kernel = kernel + RIDGE * kernel.diagonal().mean().clamp(min=1e-12) * torch.eye(len(ids)).to(kernel)
-    inverse = torch.linalg.inv(kernel)
-    weights = inverse @ (apart - shift)
-    left_out = (weights / inverse.diagonal()[:, None]).square().sum(-1).mean()
+    inputs, apart = inputs - middle, apart - shift
+    ridge = RIDGE * inputs.square().sum(-1).mean().clamp(min=1e-12)
+    if len(ids) <= inputs.shape[1]:
+        inverse = torch.linalg.inv(inputs @ inputs.T + ridge * torch.eye(len(ids)).to(inputs))
+        weights = inverse @ apart
+        left_out = weights / inverse.diagonal()[:, None]
+        slope = None if len(ids) * 2 < inputs.shape[1] else inputs.T @ weights
+    else:
+        inverse = torch.linalg.inv(inputs.T @ inputs + ridge * torch.eye(inputs.shape[1]).to(inputs))
+        slope = inverse @ (inputs.T @ apart)
+        leverage = (inputs @ inverse * inputs).sum(-1, keepdim=True)
+        left_out = (apart - inputs @ slope) / (1 - leverage)
 
     def states_of(wanted: Tensor) -> Tensor:
-        return proposer.table[wanted] + shift + ((table[wanted] - middle) @ inputs.T) @ weights
+        features = table[wanted] - middle
+        moved = (features @ inputs.T) @ weights if slope is None else features @ slope
+        return proposer.table[wanted] + shift + moved
 
-    return Local(states_of, float(left_out))
+    return Local(states_of, float(left_out.square().sum(-1).mean()))
 
 
 def invert(
@@ -178,6 +188,7 @@ def invert(
         raise InversionError(f"attacker: {attacker!r} needs a likelihood, which channel {channel.name!r} has not")
     run = _Run(reader, states, proposer, settings, channel, who)
     while len(run.active):
+        run.round += 1
         failed = run.prove(run.active)
         if len(failed):
             run.repair(failed)
@@ -198,7 +209,7 @@ class _Run:
         self.ids = torch.zeros(self.count, self.tokens, dtype=torch.long, device=reader.device)
         self.known = torch.zeros_like(states)  # of committed tokens, as the model gives them
         self.rows: list[dict] = []
-        self.read = 0
+        self.read, self.round = 0, 0
         self.failed: dict[int, Tensor] = {}  # the state of each prompt's guess that failed
         self.guesses = self._guess()
 
@@ -333,6 +344,7 @@ class _Run:
         """Take a token over, and note what it cost and how sure it is."""
         self.ids[row, place], self.known[row, place] = found, state
         known = {"prompt": row, "position": place, "found_id": int(found), "status": status}
+        known |= {"guess_id": int(self.guesses[row, place]), "round": self.round}
         self.rows.append(known | {"candidates": tried, "residual": residual, "margin": margin})
 
 
