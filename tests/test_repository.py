@@ -121,6 +121,8 @@ def test_modules_import_one_way():
         "figures",
         "inversion.figures",
         "report",
+        "checks",
+        "exercises",
         "__main__",
     ]
     found = [path.relative_to(paths.ROOT / "lib").with_suffix("") for path in (paths.ROOT / "lib").rglob("*.py")]
