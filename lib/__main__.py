@@ -213,6 +213,14 @@ def exercises(solved: Path | None) -> None:
     click.echo(f"wrote {len(written)} exercises to {paths.show(written[0].parent)}")
 
 
+@main.command()
+def book() -> None:
+    """Build the book from the stored notebooks and pages into outputs/book; nothing is executed."""
+    from lib import book
+
+    click.echo(f"built {paths.show(book.build())}")
+
+
 def _from_source(source: Path) -> "nbformat.NotebookNode":
     """The notebook of a ``.py`` source without outputs; cell ids count up, so that its diffs stay small."""
     import jupytext
