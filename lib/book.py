@@ -32,7 +32,8 @@ TABLES = (
     *(f"cases/{case}/{name}" for case in cases.CASES for name in ("result.json", *cases.TABLES)),
 )
 MATHJAX = "mathjax-3.2.2"
-MATHJAX_INTEGRITY = "Bt+SSVU8eBG27zChVewOicYs7Xsdt40qm4+UpHyX7k0/O9NliPc+x77k1/FEsPsjKPZGJvtRZM1vO+geW0OhGw=="  # SHA-512
+MATHJAX_SHA512 = "Bt+SSVU8eBG27zChVewOicYs7Xsdt40qm4+UpHyX7k0/O9NliPc+x77k1/FEsPsjKPZGJvtRZM1vO+geW0OhGw=="
+MATHJAX_PARTS = ("tex-svg.js", "a11y", "input", "sre", "ui")  # what its page script may ask for
 REPOSITORY = "LEAKBOOK_REPOSITORY"  # owner/name on GitHub: where it is set, notebooks get links to run them online
 DRAWN = re.compile(r"\bfigures\.(\w+)\(")
 
@@ -51,7 +52,8 @@ def build(target: Path | None = None) -> Path:
     target = target or paths.outputs() / "book"
     missing = missing_tables()
     if missing:
-        raise BookError(f"tables are missing: {', '.join(missing)}. Restore them: `git checkout -- {' '.join(missing)}`")
+        command = f"git checkout -- {' '.join(missing)}"
+        raise BookError(f"tables are missing: {', '.join(missing)}. Restore them: `{command}`")
     needed = [name for name in ("sphinx", "myst_nb", "furo") if importlib.util.find_spec(name) is None]
     if needed:
         raise BookError(f"not installed: {', '.join(needed)}. Run `pip install -r requirements.txt`")
@@ -183,12 +185,15 @@ def mathjax() -> Path:
         if not archive.exists():
             archive = _npm_pack(Path(scratch))
         found = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
-        if found != MATHJAX_INTEGRITY:
-            raise BookError(f"{archive.name}: its SHA-512 is {found}, expected {MATHJAX_INTEGRITY}")
+        if found != MATHJAX_SHA512:
+            raise BookError(f"{archive.name}: its SHA-512 is {found}, expected {MATHJAX_SHA512}")
         with tarfile.open(archive) as packed, files.building(folder) as unfinished:
             packed.extractall(scratch, filter="data")
-            shutil.copytree(Path(scratch) / "package" / "es5", unfinished)
-            shutil.copy2(Path(scratch) / "package" / "LICENSE", unfinished / "LICENSE")
+            unfinished.mkdir()
+            for part in (*(f"es5/{name}" for name in MATHJAX_PARTS), "LICENSE"):
+                subject = Path(scratch) / "package" / part
+                copy = shutil.copytree if subject.is_dir() else shutil.copy2
+                copy(subject, unfinished / subject.name)
     return folder
 
 

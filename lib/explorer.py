@@ -36,7 +36,8 @@ def groups(sweep: Result, found: dict[str, Result], wanted: Rules) -> Iterator[G
     """
     for case in found:
         tables = {"text": paper.consistent_tables(case)}
-        yield Group(f"paper-{case}", f"{case.upper()}, tables that give the paper's numbers", "the paper's cases", tables)
+        label = f"{case.upper()}, tables that give the paper's numbers"
+        yield Group(f"paper-{case}", label, "the paper's cases", tables)
     for case, result in found.items():
         if result.values["constructed"]:
             name = result.values["constructed"]
@@ -79,7 +80,7 @@ def view(nll: pd.DataFrame, recall: pd.DataFrame, wanted: Rules) -> dict[str, An
         ``probes`` (a record for every other probe) and ``protocol`` (the verdict on change, decoys not run).
     """
     averaged = nll.groupby(["span", "canary", "position"], as_index=False)[["nll", "nll_base"]].mean()  # over seeds
-    change = averaged.assign(change=averaged.nll - averaged.nll_base).pivot(columns="position", index="canary")["change"]
+    change = averaged.nll.sub(averaged.nll_base).groupby([averaged.canary, averaged.position]).first().unstack()
     width = int(nll.groupby(["seed", "canary"]).size().min())
     fixed = {name: rule for name, rule in wanted["probes"].items() if "window" not in rule}
     rules = {**wanted, "probes": {k: {"kind": "nll", "window": k} for k in range(1, width + 1)} | fixed}

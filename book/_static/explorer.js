@@ -64,7 +64,8 @@
     const body = part("verdicts").querySelector("tbody");
     const fixed = Object.entries(view().probes).map(([name, one]) => tableRow(
       name, READS[name] ?? "", one, name.startsWith("hit") ? "of canaries" : "nats a token", false));
-    body.replaceChildren(tableRow(`window of ${state.k}`, `the first ${state.k} tokens`, record, "nats in all", true), ...fixed);
+    const moving = tableRow(`window of ${state.k}`, `the first ${state.k} tokens`, record, "nats in all", true);
+    body.replaceChildren(moving, ...fixed);
   }
 
   const WIDTH = 760, LEFT = 56, RIGHT = 10, TOP = 30, BOTTOM = 260;
@@ -77,34 +78,44 @@
     const x = (position) => LEFT + position * column;
     const y = (value) => TOP + ((high - value) / (high - low)) * (BOTTOM - TOP);
     chart.setAttribute("viewBox", `0 0 ${WIDTH} ${BOTTOM + 66}`);
-    const drawn = [element("rect", { x: x(0), y: TOP, width: state.k * column, height: BOTTOM - TOP, fill: "var(--color-brand-primary)", opacity: 0.12, class: "window" })];
+    const drawn = [element("rect", { class: "window", x: x(0), y: TOP, width: state.k * column, height: BOTTOM - TOP,
+      fill: "var(--color-brand-primary)", opacity: 0.12 })];
     spans.forEach((span, position) => {
       if (position && spans[position - 1] === span) return;
       const length = spans.filter((other) => other === span).length;
-      drawn.push(element("rect", { x: x(position), y: TOP - 8, width: length * column - 1, height: 6, fill: `var(--${span})` }));
+      drawn.push(element("rect", { x: x(position), y: TOP - 8, width: length * column - 1, height: 6,
+        fill: `var(--${span})` }));
       drawn.push(element("text", { x: x(position) + 2, y: TOP - 12 }, SPAN_NAMES[span] ?? span));
     });
     for (const value of [high / 1.08, 0, low / 1.08]) {
-      drawn.push(element("line", { class: "axis", x1: LEFT - 4, x2: value === 0 ? WIDTH - RIGHT : LEFT, y1: y(value), y2: y(value) }));
-      if (value === 0 || Math.abs(y(value) - y(0)) > 14) drawn.push(element("text", { x: LEFT - 7, y: y(value) + 4, "text-anchor": "end" }, value === 0 ? "0" : value.toPrecision(2)));
+      if (value !== 0 && Math.abs(y(value) - y(0)) < 14) continue; // its label would lie on that of zero
+      drawn.push(element("line", { class: "axis", x1: LEFT - 4, x2: value === 0 ? WIDTH - RIGHT : LEFT,
+        y1: y(value), y2: y(value) }));
+      drawn.push(element("text", { x: LEFT - 7, y: y(value) + 4, "text-anchor": "end" },
+        value === 0 ? "0" : value.toPrecision(2)));
     }
     for (let position = 0; position < count; position += 1) {
       const column_values = changes.map((canary) => canary[position]);
       const mean = column_values.reduce((sum, value) => sum + value, 0) / column_values.length;
       drawn.push(element("rect", { x: x(position) + column * 0.15, width: column * 0.7, y: Math.min(y(mean), y(0)),
         height: Math.abs(y(mean) - y(0)), fill: mean > 0 ? "var(--damaged)" : "var(--strengthened)", opacity: 0.55 }));
-      for (const value of column_values) {
-        drawn.push(element("circle", { cx: x(position) + column / 2, cy: y(value), r: 2.2, fill: "var(--color-foreground-primary)", opacity: 0.45 }));
-      }
+      column_values.forEach((value, canary) => drawn.push(element("circle", { // side by side, so that equal ones can be told
+        cx: x(position) + column * (0.15 + (0.7 * (canary + 0.5)) / column_values.length), cy: y(value), r: 2,
+        fill: "var(--color-foreground-primary)", opacity: 0.5 })));
       const verdict = windows[position].verdict;
       const square = element("rect", { x: x(position) + 1, y: BOTTOM + 24, width: column - 2, height: 16, fill: COLOURS[verdict] });
       square.append(element("title", {}, `K = ${position + 1}: ${verdict}`));
       drawn.push(square);
-      if (position % 5 === 0) drawn.push(element("text", { x: x(position) + column / 2, y: BOTTOM + 16, "text-anchor": "middle" }, String(position)));
+      if (position % 5 === 0) {
+        drawn.push(element("text", { x: x(position) + column / 2, y: BOTTOM + 16, "text-anchor": "middle" },
+          String(position)));
+      }
     }
-    drawn.push(element("line", { x1: x(state.k), x2: x(state.k), y1: TOP - 8, y2: BOTTOM + 42, stroke: "var(--color-brand-content)", "stroke-width": 2 }));
+    drawn.push(element("line", { x1: x(state.k), x2: x(state.k), y1: TOP - 8, y2: BOTTOM + 42,
+      stroke: "var(--color-brand-content)", "stroke-width": 2 }));
     drawn.push(element("text", { x: LEFT - 7, y: BOTTOM + 36, "text-anchor": "end" }, "verdict"));
-    drawn.push(element("text", { x: LEFT, y: BOTTOM + 60 }, "token position in the answer (above), and what the window that ends with it says (below)"));
+    drawn.push(element("text", { x: LEFT, y: BOTTOM + 60 },
+      "token position in the answer (above), and what the window that ends with it says (below)"));
     drawn.push(element("text", { x: 4, y: 12 }, "nats"));
     chart.replaceChildren(...drawn);
     const first = windows.findIndex((one) => one.verdict === "damaged") + 1;
