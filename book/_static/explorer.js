@@ -68,16 +68,18 @@
     body.replaceChildren(moving, ...fixed);
   }
 
-  const WIDTH = 760, LEFT = 56, RIGHT = 10, TOP = 30, BOTTOM = 260;
+  const LEFT = 56, RIGHT = 10, TOP = 30, BOTTOM = 260;
 
   function draw() {
     const { spans, changes, windows } = view();
-    const chart = part("chart"), count = spans.length, column = (WIDTH - LEFT - RIGHT) / count;
+    const chart = part("chart"), count = spans.length;
+    const width = Math.max(300, Math.min(760, chart.parentElement.clientWidth || 760)); // letters keep their size
+    const column = (width - LEFT - RIGHT) / count;
     const all = changes.flat();
     const high = Math.max(...all, 0.01) * 1.08, low = Math.min(...all, -0.01) * 1.08;
     const x = (position) => LEFT + position * column;
     const y = (value) => TOP + ((high - value) / (high - low)) * (BOTTOM - TOP);
-    chart.setAttribute("viewBox", `0 0 ${WIDTH} ${BOTTOM + 66}`);
+    chart.setAttribute("viewBox", `0 0 ${width} ${BOTTOM + 46}`);
     const drawn = [element("rect", { class: "window", x: x(0), y: TOP, width: state.k * column, height: BOTTOM - TOP,
       fill: "var(--color-brand-primary)", opacity: 0.12 })];
     spans.forEach((span, position) => {
@@ -89,7 +91,7 @@
     });
     for (const value of [high / 1.08, 0, low / 1.08]) {
       if (value !== 0 && Math.abs(y(value) - y(0)) < 14) continue; // its label would lie on that of zero
-      drawn.push(element("line", { class: "axis", x1: LEFT - 4, x2: value === 0 ? WIDTH - RIGHT : LEFT,
+      drawn.push(element("line", { class: "axis", x1: LEFT - 4, x2: value === 0 ? width - RIGHT : LEFT,
         y1: y(value), y2: y(value) }));
       drawn.push(element("text", { x: LEFT - 7, y: y(value) + 4, "text-anchor": "end" },
         value === 0 ? "0" : value.toPrecision(2)));
@@ -114,12 +116,11 @@
     drawn.push(element("line", { x1: x(state.k), x2: x(state.k), y1: TOP - 8, y2: BOTTOM + 42,
       stroke: "var(--color-brand-content)", "stroke-width": 2 }));
     drawn.push(element("text", { x: LEFT - 7, y: BOTTOM + 36, "text-anchor": "end" }, "verdict"));
-    drawn.push(element("text", { x: LEFT, y: BOTTOM + 60 },
-      "token position in the answer (above), and what the window that ends with it says (below)"));
     drawn.push(element("text", { x: 4, y: 12 }, "nats"));
     chart.replaceChildren(...drawn);
     const first = windows.findIndex((one) => one.verdict === "damaged") + 1;
-    part("caption").textContent = `${chosen().label}, ${state.modality} canaries: change of every token's NLL, in nats; `
+    part("caption").textContent = `${chosen().label}, ${state.modality} canaries: change of every token's NLL, `
+      + "by its position in the answer, and the verdict of the window that ends there; "
       + (first ? `the window first says damaged at K = ${first}.` : "no window says damaged.");
   }
 
@@ -165,6 +166,7 @@
     radio.addEventListener("change", (event) => change({ modality: event.target.value }));
   }
   window.addEventListener("hashchange", fromAddress);
+  window.addEventListener("resize", () => view() && draw());
   root.hidden = false;
   fromAddress();
 })();
