@@ -3,7 +3,7 @@
 project = "leakbook"
 author = "the leakbook authors"
 copyright = "2026, the leakbook authors. Code and text under the MIT licence"
-extensions = ["myst_nb", "sphinx.ext.mathjax"]
+extensions = ["myst_nb", "sphinx.ext.mathjax", "sphinx_copybutton"]
 exclude_patterns = ["exercises/table.md", "*/original"]
 language = "en"
 

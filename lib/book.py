@@ -54,7 +54,7 @@ def build(target: Path | None = None) -> Path:
     if missing:
         command = f"git checkout -- {' '.join(missing)}"
         raise BookError(f"tables are missing: {', '.join(missing)}. Restore them: `{command}`")
-    needed = [name for name in ("sphinx", "myst_nb", "furo") if importlib.util.find_spec(name) is None]
+    needed = [name for name in ("sphinx", "myst_nb", "furo", "sphinx_copybutton") if importlib.util.find_spec(name) is None]
     if needed:
         raise BookError(f"not installed: {', '.join(needed)}. Run `pip install -r requirements.txt`")
     with tempfile.TemporaryDirectory(prefix="leakbook-") as folder, files.building(target) as unfinished:
