@@ -54,7 +54,9 @@ def build(target: Path | None = None) -> Path:
     if missing:
         command = f"git checkout -- {' '.join(missing)}"
         raise BookError(f"tables are missing: {', '.join(missing)}. Restore them: `{command}`")
-    needed = [name for name in ("sphinx", "myst_nb", "furo", "sphinx_copybutton") if importlib.util.find_spec(name) is None]
+    needed = [
+        name for name in ("sphinx", "myst_nb", "furo", "sphinx_copybutton") if importlib.util.find_spec(name) is None
+    ]
     if needed:
         raise BookError(f"not installed: {', '.join(needed)}. Run `pip install -r requirements.txt`")
     with tempfile.TemporaryDirectory(prefix="leakbook-") as folder, files.building(target) as unfinished:
@@ -115,6 +117,7 @@ def _stage(path: Path, target: Path) -> None:
     """Copy a notebook: its figures with alternative texts, links under its title, itself as a download."""
     notebook = nbformat.read(path, as_version=4)
     describe_figures(notebook)
+    notebook.cells[0].source = notebook.cells[0].source.replace("](exercises/", "](../exercises/")
     original = target.parent / "original" / path.name
     original.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy2(path, original)

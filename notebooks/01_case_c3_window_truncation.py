@@ -1,6 +1,8 @@
 # %% [markdown]
 # # C3: damage behind the window
 #
+# *To compute anew: 20 minutes on two CPU cores, 4 GB of memory · scales smoke, laptop, paper · exercises [07](exercises/07_flip_the_verdict.ipynb), [06](exercises/06_hit_at_k.ipynb)*
+#
 # **Question.** The usual probe reads the first 20 tokens of a target. The secret has 13 tokens, and the last four of
 # them lie behind that window. Can a secret be hurt while the probe sees nothing?
 #

@@ -93,6 +93,31 @@ def test_mathjax_must_be_the_one_that_is_pinned_and_its_absence_is_said_in_one_l
     assert not (tmp_path / book.MATHJAX).exists()
 
 
+MEASURED = {  # where a notebook's own peak of memory is recorded
+    "00_testbed": "testbed",
+    "01_case_c3_window_truncation": "cases/c3",
+    "02_case_c4_preamble_drift": "cases/c4",
+    "03_case_c5_undertrained": "cases/c5",
+    "cell": "sweep/runs/safety-full-high-30-s0",
+}
+
+
+@pytest.mark.parametrize("path", sorted(paths.NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_the_top_of_a_notebook_says_minutes_memory_and_scales(path):
+    top = nbformat.read(path, as_version=4).cells[0].source
+    minutes, memory = re.search(
+        r"^\*To compute anew: (\d+) minutes? on two CPU cores, (\d+) GB of memory", top, re.M
+    ).groups()
+    assert "· scales smoke, laptop, paper" in top
+    readme = (paths.ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.search(rf"\[`{path.stem}`\].* \| {minutes} \|\n", readme)
+    if path.stem in MEASURED:
+        peak = read_result(REFERENCE / MEASURED[path.stem]).content["provenance"]["peak_memory_gb"]
+        assert int(memory) - 1 <= peak <= int(memory)
+    for link in re.findall(r"\]\((exercises/[^)]+)\)", top):
+        assert (paths.NOTEBOOKS / link).exists(), link
+
+
 def test_links_to_run_online_need_the_repositorys_address():
     assert book.online_links("notebooks/00_testbed.ipynb", None) == []
     binder, source = book.online_links("notebooks/00_testbed.ipynb", "someone/leakbook")
