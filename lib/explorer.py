@@ -93,8 +93,11 @@ def view(nll: pd.DataFrame, recall: pd.DataFrame, wanted: Rules) -> dict[str, An
     windows = []
     for k in range(1, width + 1):
         share = float(verdicts.span_shares(averaged, k).get("preamble", 0.0))
-        found = [verdicts.patterns(_as_window(table, k, list(fixed)), share, base, wanted) for table in judged]
-        shown = [name for name in found[0] if all(one[name].holds for one in found)]
+        shown = list(wanted["patterns"])
+        for table in judged:  # a pattern must hold under both readings
+            if shown:
+                found = verdicts.patterns(_as_window(table, k, list(fixed)), share, base, wanted)
+                shown = [name for name in shown if found[name].holds]
         windows.append(_record(means.loc[k], scale=k) | {"shown": shown})
     probes = {name: _record(means.loc[name], scale=1) for name in fixed}
     spans = nll.drop_duplicates("position").sort_values("position").span.tolist()[:width]

@@ -196,15 +196,21 @@ def test_formulas_are_drawn(page, built):
 def test_search_finds_exposure(page, built, scheme):
     with served(built) if scheme == "http" else contextlib.nullcontext(built.as_uri()) as address:
         page.goto(f"{address}/search.html?q=exposure")
-        page.wait_for_selector("#search-results li a")
+        page.get_by_text("Search finished").wait_for()  # results come in one by one
         found = page.locator("#search-results li a").all_inner_texts()
     assert "Glossary" in found and "Exposure, with ties" in found
 
 
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """A server of files that prints nothing."""
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+
 @contextlib.contextmanager
 def served(folder):
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
-    handler.log_message = lambda *_: None
+    handler = functools.partial(Quiet, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
