@@ -21,5 +21,4 @@ html_favicon = "_static/favicon.svg"
 html_show_sourcelink = False
 html_copy_source = False
 html_show_search_summary = False  # summaries are fetched, which a page opened from a file may not do
-html_theme_options = {"navigation_with_keys": True}
 mathjax_path = "mathjax/tex-svg.js"  # bundled; draws with paths, so that no font is fetched

@@ -108,6 +108,10 @@
       const square = element("rect", { x: x(position) + 1, y: BOTTOM + 24, width: column - 2, height: 16, fill: COLOURS[verdict] });
       square.append(element("title", {}, `K = ${position + 1}: ${verdict}`));
       drawn.push(square);
+      if (column > 14) { // the verdict's first letter, for whom colours do not tell it
+        drawn.push(element("text", { class: "letter", x: x(position) + column / 2, y: BOTTOM + 36, "text-anchor": "middle" },
+          verdict[0].toUpperCase()));
+      }
       if (position % 5 === 0) {
         drawn.push(element("text", { x: x(position) + column / 2, y: BOTTOM + 16, "text-anchor": "middle" },
           String(position)));

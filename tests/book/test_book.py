@@ -186,6 +186,15 @@ def test_every_page_opens_from_a_file_without_errors_and_fits_a_phone(browser, b
     context.close()
 
 
+def test_figures_keep_a_readable_width_on_a_phone(browser, built):
+    page = browser.new_context(viewport={"width": 390, "height": 844}).new_page()
+    page.goto((built / "notebooks" / "01_case_c3_window_truncation.html").as_uri())
+    for figure in page.locator(".cell_output img").all():
+        assert figure.bounding_box()["width"] >= 600
+        box = figure.locator("xpath=ancestor::div[contains(@class, 'cell_output')][1]")
+        assert box.bounding_box()["width"] <= 390  # it scrolls sideways in its own box
+
+
 def test_formulas_are_drawn(page, built):
     page.goto((built / "notebooks" / "00_testbed.html").as_uri())
     page.wait_for_selector("mjx-container svg")
