@@ -4,7 +4,7 @@ project = "leakbook"
 author = "the leakbook authors"
 copyright = "2026, the leakbook authors. Code and text under the MIT licence"
 extensions = ["myst_nb", "sphinx.ext.mathjax", "sphinx_copybutton"]
-exclude_patterns = ["exercises/table.md", "*/original"]
+exclude_patterns = ["exercise_table.md", "notebooks/original", "notebooks/exercises/original"]
 language = "en"
 
 nb_execution_mode = "off"  # pages show what was stored

@@ -85,15 +85,22 @@ def stage(folder: Path, math: Path) -> Path:
     """Bring pages, notebooks, exercises, the explorer's data and MathJax (a folder) together in a new folder."""
     shutil.copytree(SOURCE, folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(math, folder / "_static" / "mathjax")
-    for path in sorted(paths.NOTEBOOKS.glob("*.ipynb")):
-        _stage(path, folder / "notebooks" / path.name)
-    for source in exercises.sources():
-        _stage(exercises.FOLDER / f"{source.stem}.ipynb", folder / "exercises" / f"{source.stem}.ipynb")
-    (folder / "exercises" / "table.md").write_text(exercise_table(), encoding="utf-8")
+    for page in folder.rglob("*.md"):
+        page.write_text(relinked(page.read_text(encoding="utf-8")), encoding="utf-8")
+    notebooks = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
+    for path in [*notebooks, *(exercises.FOLDER / f"{source.stem}.ipynb" for source in exercises.sources())]:
+        _stage(path, folder / path.relative_to(paths.ROOT))
+    (folder / "exercise_table.md").write_text(exercise_table(), encoding="utf-8")
     data = json.dumps(explorer_data(), separators=(",", ":"), allow_nan=False)
     script = f"window.EXPLORER = {data};\n"  # a script, since a page opened from a file may not fetch one
     (folder / "_static" / "explorer-data.js").write_text(script, encoding="utf-8")
     return folder
+
+
+def relinked(text: str) -> str:
+    """Links between pages and notebooks as they are in the book, where the pages lie one folder higher."""
+    text = re.sub(r"\]\(\.\./((?:\.\./)*notebooks/)", r"](\1", text)
+    return re.sub(r"\]\(((?:\.\./)+)book/", r"](\1", text)
 
 
 def explorer_data() -> dict[str, Any]:
@@ -108,8 +115,8 @@ def exercise_table() -> str:
     lines = ["| exercise | minutes | difficulty | a bug seen in |", "|---|---|---|---|"]
     for exercise in map(exercises.read, exercises.sources()):
         stars = "●" * exercise.difficulty + "○" * (3 - exercise.difficulty)
-        kind = exercise.kind.removeprefix("seen in ")
-        lines.append(f"| [{exercise.title}](exercises/{exercise.name}.ipynb) | {exercise.minutes} | {stars} | {kind} |")
+        kind, link = exercise.kind.removeprefix("seen in "), f"notebooks/exercises/{exercise.name}.ipynb"
+        lines.append(f"| [{exercise.title}]({link}) | {exercise.minutes} | {stars} | {kind} |")
     return "\n".join(lines) + "\n"
 
 
@@ -117,7 +124,9 @@ def _stage(path: Path, target: Path) -> None:
     """Copy a notebook: its figures with alternative texts, links under its title, itself as a download."""
     notebook = nbformat.read(path, as_version=4)
     describe_figures(notebook)
-    notebook.cells[0].source = notebook.cells[0].source.replace("](exercises/", "](../exercises/")
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = relinked(cell.source)
     original = target.parent / "original" / path.name
     original.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy2(path, original)

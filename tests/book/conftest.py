@@ -16,7 +16,7 @@ def built(tmp_path_factory):
     """Folder of the book, built from the committed tables."""
     os.environ.pop("LEAKBOOK_OUTPUTS", None)
     os.environ.pop(book.REPOSITORY, None)
-    if "LEAKBOOK_BOOK" in os.environ:  # one that was built just before
+    if os.environ.get("LEAKBOOK_BOOK"):  # one that was built just before
         return Path(os.environ["LEAKBOOK_BOOK"]).resolve()
     return book.build(tmp_path_factory.mktemp("book") / "html").parent
 

@@ -45,9 +45,19 @@ class Loaded(HTMLParser):
 def test_every_page_of_the_repository_is_in_the_book(built):
     made = set(pages(built))
     assert {f"notebooks/{path.stem}.html" for path in paths.NOTEBOOKS.glob("*.ipynb")} <= made
-    assert {f"exercises/{path.stem}.html" for path in (paths.NOTEBOOKS / "exercises").glob("*.ipynb")} <= made
+    assert {f"notebooks/exercises/{path.stem}.html" for path in (paths.NOTEBOOKS / "exercises").glob("*.ipynb")} <= made
     written = (paths.ROOT / "book").rglob("*.md")
     assert {path.relative_to(paths.ROOT / "book").with_suffix(".html").as_posix() for path in written} <= made
+
+
+def test_links_between_pages_and_notebooks_hold_in_the_repository_too():
+    """Sphinx sees to those of the built book: a broken one is a warning."""
+    for page in [*(paths.ROOT / "book").rglob("*.md"), *paths.NOTEBOOKS.rglob("*.ipynb")]:
+        text = page.read_text(encoding="utf-8")
+        if page.suffix == ".ipynb":
+            text = "\n".join(c.source for c in nbformat.reads(text, as_version=4).cells if c.cell_type == "markdown")
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", re.sub(r"`[^`]*`", "", text)):
+            assert link.startswith("http") or (page.parent / link).exists(), (page.name, link)
 
 
 def test_pages_load_nothing_from_elsewhere_and_what_they_load_is_there(built):
@@ -304,7 +314,7 @@ def test_without_data_the_explorer_says_so(page, built):
 
 
 def test_hint_and_solution_are_folded_until_they_are_asked_for(page, built):
-    page.goto((built / "exercises" / "06_hit_at_k.html").as_uri())
+    page.goto((built / "notebooks" / "exercises" / "06_hit_at_k.html").as_uri())
     solution = page.locator("details", has_text="Solution").last
     assert not solution.locator("pre").is_visible()
     solution.locator("summary").click()

@@ -57,5 +57,7 @@ check("01_find_the_span", globals())
 # ## Why it matters
 #
 # A secret scored on tokens that the model never saw in training has a loss of its own kind. The package finds spans
-# with `lib.spans.find_span`, which also says when a token straddles a boundary. Read on:
-# *Glued tokens* and *Tokens that straddle a span* in the book's gotchas.
+# with `lib.spans.find_span`, which also says when a token straddles a boundary.
+#
+# Read on: [Glued tokens](../../book/gotchas/glued_tokens.md) and [Tokens that straddle a
+# span](../../book/gotchas/straddling_tokens.md).

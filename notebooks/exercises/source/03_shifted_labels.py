@@ -54,5 +54,7 @@ check("03_shifted_labels", globals())
 # ## Why it matters
 #
 # Some interfaces shift inside and take the labels as they are, others leave it to the caller. Done never, or twice,
-# every figure looks plausible and is wrong. In the package there is one place that does it: `lib.scoring.target_logits`.
-# Read on: *Shifted labels* in the book's gotchas.
+# every figure looks plausible and is wrong. In the package there is one place that does it:
+# `lib.scoring.target_logits`.
+#
+# Read on: [Shifted labels](../../book/gotchas/shifted_labels.md).

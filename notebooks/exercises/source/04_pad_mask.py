@@ -57,4 +57,6 @@ check("04_pad_mask", globals())
 #
 # One wrong token a record is enough to move a mean over thirteen, and only for the short ones. The package selects
 # logits by the shifted mask in `lib.scoring.target_logits`, and its tests hold batches against a loop over single
-# records. Read on: *The padding mask* in the book's gotchas.
+# records.
+#
+# Read on: [The padding mask](../../book/gotchas/padding_mask.md).

@@ -59,5 +59,7 @@ check("05_exposure_with_ties", globals())
 # ## Why it matters
 #
 # Exposure of 31 decoys ends at 5 bits, of 255 at 8, and a secret known by heart stands there before and after it was
-# hurt. In the package: `lib.exposure.exposure`. Read on: *Ties in ranks*, *NaN ranks first* and *Decoys pooled* in the
-# book's gotchas.
+# hurt. In the package: `lib.exposure.exposure`.
+#
+# Read on: [Ties in ranks](../../book/gotchas/ties.md), [NaN ranks first](../../book/gotchas/nan_ranks_first.md) and
+# [Decoys pooled](../../book/gotchas/pooled_decoys.md).

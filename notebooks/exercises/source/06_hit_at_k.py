@@ -54,5 +54,6 @@ check("06_hit_at_k", globals())
 # %% [markdown]
 # ## Why it matters
 #
-# hit@k asks whether a secret can be had at all, $p^k$ whether it comes every time; a probe that mixes them up can answer
-# either way. In the package: `lib.extraction.hit_at_k`, `reliability`, and in notebook 01 the check by sampling.
+# hit@k asks whether a secret can be had at all, $p^k$ whether it comes every time; a probe that mixes them up can
+# answer either way. In the package: `lib.extraction.hit_at_k`, `reliability`, and in [notebook
+# 01](../01_case_c3_window_truncation.ipynb) the check by sampling.

@@ -57,6 +57,7 @@ check("07_flip_the_verdict", globals())
 # %% [markdown]
 # ## Why it matters
 #
-# Nothing about the model changed while you moved K. On the book's page *The window explorer* you can drag it through
-# every cell of the sweep. In the package: `lib.verdicts.along_windows`. Read on: *K shorter than the secret* in the
-# book's gotchas.
+# Nothing about the model changed while you moved K. On the page [The window explorer](../../book/explorer.md) you can
+# drag it through every cell of the sweep. In the package: `lib.verdicts.along_windows`.
+#
+# Read on: [K shorter than the secret](../../book/gotchas/short_window.md).

@@ -51,5 +51,7 @@ check("09_merge_in_bf16", globals())
 # %% [markdown]
 # ## Why it matters
 #
-# "The effect collapses on merge" can be a finding about a model, or about eight bits. Notebook 02 tells them apart with
-# controls; `lib.precision` has the table. Read on: *Merging in bf16* in the book's gotchas.
+# "The effect collapses on merge" can be a finding about a model, or about eight bits. [Notebook
+# 02](../02_case_c4_preamble_drift.ipynb) tells them apart with controls; `lib.precision` has the table.
+#
+# Read on: [Merging in bf16](../../book/gotchas/bf16_merge.md).

@@ -62,5 +62,7 @@ check("10_decoys_or_not", globals())
 # %% [markdown]
 # ## Why it matters
 #
-# The package asks it of a whole group, with an interval: `lib.exposure.corrected_change` and `lib.verdicts.decoy_answer`.
-# Notebook 03 shows what it does to case C5. Read on: *Decoys pooled* in the book's gotchas.
+# The package asks it of a whole group, with an interval: `lib.exposure.corrected_change` and
+# `lib.verdicts.decoy_answer`. [Notebook 03](../03_case_c5_undertrained.ipynb) shows what it does to case C5.
+#
+# Read on: [Decoys pooled](../../book/gotchas/pooled_decoys.md).

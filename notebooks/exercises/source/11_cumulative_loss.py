@@ -58,4 +58,4 @@ check("11_cumulative_loss", globals())
 # ## Why it matters
 #
 # This is an alarm that needs no truth, and it names the position: whoever holds the states knows what to trust. In the
-# package: `lib.inversion.diagnostics.alarm_delay`, and notebook 05 for how often it is right.
+# package: `lib.inversion.diagnostics.alarm_delay`, and [notebook 05](../05_inversion.ipynb) for how often it is right.
