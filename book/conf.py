@@ -18,6 +18,7 @@ html_title = "What a language model gives away"
 html_static_path = ["_static"]
 html_css_files = ["book.css"]
 html_favicon = "_static/favicon.svg"
+html_use_index = False
 html_show_sourcelink = False
 html_copy_source = False
 html_show_search_summary = False  # summaries are fetched, which a page opened from a file may not do

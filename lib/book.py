@@ -170,17 +170,29 @@ def _says(function: str) -> str:
     for path in (paths.ROOT / "lib" / "figures.py", paths.ROOT / "lib" / "inversion" / "figures.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and node.name == function:
-                return _plain((ast.get_docstring(node) or "A figure.").partition("\n\n")[0])
+                return _plain(ast.get_docstring(node) or "A figure").partition(". ")[0].rstrip(".") + "."
     return "A figure."
 
 
 def _last_paragraph(prose: str) -> str:
-    paragraphs = [part for part in re.split(r"\n\s*\n", prose) if not re.match(r"\s*(#|\||>|```|\$\$)", part)]
-    return _plain(paragraphs[-1]) if paragraphs else ""
+    """What is said last before a figure, in whole sentences; the heading where nothing stands below it."""
+    below = re.split(r"^#+ (.+)$", prose, flags=re.M)[-2:]  # the last heading, if any, and what follows it
+    paragraphs = [part for part in re.split(r"\n\s*\n", below[-1].strip()) if not re.match(r"(\||>|```|\$\$)", part)]
+    return _sentences(_plain(paragraphs[-1] if any(paragraphs) else below[0]), longest=300)
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"\s+", " ", re.sub(r"[*`$\\]", "", text)).strip()
+    return re.sub(r"\s+", " ", re.sub(r":\w+:|[*`$\\]", "", text)).strip()
+
+
+def _sentences(text: str, longest: int) -> str:
+    """The first sentence, and further ones as long as there is room for them."""
+    kept, *rest = re.split(r"(?<=[.:?!]) (?=[A-Z])", text)
+    for sentence in rest:
+        if len(kept) + len(sentence) > longest:
+            break
+        kept = f"{kept} {sentence}"
+    return kept
 
 
 def mathjax() -> Path:

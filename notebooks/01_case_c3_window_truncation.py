@@ -286,7 +286,8 @@ candidates[candidates.kind == "noise"].set_index("cell")[["shown", "fails", "mea
 # ## Try it
 #
 # 1. Look at another cell: `papermill notebooks/01_case_c3_window_truncation.ipynb out.ipynb -p cell random-full-high-30`.
-# 2. Which K would you commit to before looking, and what does it cost where nothing is wrong? (`curves`)
+# 2. Which K would you commit to before looking, and what does it cost where nothing is wrong? (`curves`; to try it without code,
+#    [drag K](../book/explorer.md).)
 # 3. In `params/cases.yaml`, damage a single canary. Which reading still sees it, and at which margin?
 #
 # ## Provenance

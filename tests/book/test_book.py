@@ -83,6 +83,24 @@ def test_every_figure_of_a_notebook_has_a_text_that_says_what_it_is(built):
         assert all(len(text) > 40 and ".png" not in text and "A figure." not in text for text in texts), path.stem
 
 
+def test_a_figures_text_is_what_it_draws_and_the_prose_that_leads_to_it():
+    figure = nbformat.v4.new_output("display_data", {"image/png": "AAAA"})
+    cells = [
+        nbformat.v4.new_markdown_cell(
+            "Long ago.\n\n## A heading\n\nTable:\n\nEach *square* is `one` token. Red is a rise."
+        ),
+        nbformat.v4.new_code_cell("figures.delta_strip(strip, 20)", outputs=[figure]),
+        nbformat.v4.new_markdown_cell("Something else.\n\n## The next one"),
+        nbformat.v4.new_code_cell("plot()", outputs=[figure]),
+    ]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    book.describe_figures(notebook)
+    drawn, unknown = (cell.metadata.mystnb.image.alt for cell in notebook.cells if cell.cell_type == "code")
+    assert drawn.startswith("Change of the NLL of every canary (row) at every target position (column)")
+    assert drawn.endswith("one panel a modality. Each square is one token. Red is a rise.")
+    assert unknown == "A figure. The next one"
+
+
 def test_a_book_without_its_tables_names_them(monkeypatch, tmp_path):
     monkeypatch.setenv("LEAKBOOK_OUTPUTS", str(tmp_path))
     (tmp_path / "laptop" / "sweep").mkdir(parents=True)
