@@ -204,6 +204,24 @@ def notebooks() -> None:
         click.echo(f"executed {paths.show(source.with_suffix('.ipynb'))}")
 
 
+@main.command()
+@click.option("--solved", type=click.Path(path_type=Path), help="write the solved ones, for a teacher, to this folder")
+def exercises(solved: Path | None) -> None:
+    """Write the exercises' notebooks from their sources, beside them."""
+    from lib import exercises
+
+    written = exercises.write() if solved is None else exercises.write(solved, solved=True)
+    click.echo(f"wrote {len(written)} exercises to {paths.show(written[0].parent)}")
+
+
+@main.command()
+def book() -> None:
+    """Build the book from the stored notebooks and pages into outputs/book; nothing is executed."""
+    from lib import book
+
+    click.echo(f"built {paths.show(book.build())}")
+
+
 def _from_source(source: Path) -> "nbformat.NotebookNode":
     """The notebook of a ``.py`` source without outputs; cell ids count up, so that its diffs stay small."""
     import jupytext
