@@ -23,7 +23,8 @@ def reader():
 @pytest.fixture(scope="module")
 def own(reader):
     ids = torch.randint(1024, (20, 64), generator=torch.Generator().manual_seed(1))
-    return proposer.Proposer(reader, proposer.fit(reader, ids), proposer.usual_states(reader))
+    tables = (proposer.usual_states(reader, prefix) for prefix in proposer.PREFIXES.values())
+    return proposer.Proposer(reader, proposer.fit(reader, ids), *tables)
 
 
 def drawn(prompts, tokens, seed=0):

@@ -15,6 +15,11 @@ CONVENTIONS = (Convention(), Convention(norm="pre"), Convention(layer=2, norm="p
 SETTINGS = verified.Settings(ahead=3, stages=(4, 16, 64), refit=16)
 
 
+def proposed(reader, ids):
+    tables = (proposer.usual_states(reader, prefix) for prefix in proposer.PREFIXES.values())
+    return proposer.Proposer(reader, proposer.fit(reader, ids), *tables)
+
+
 @pytest.fixture(scope="module")
 def made():
     """A reader in float64 and its proposer, by model and convention."""
@@ -26,7 +31,7 @@ def made():
             ids = torch.randint(1024, (20, 64), generator=torch.Generator().manual_seed(1))
             kept[name, convention] = (
                 reader,
-                proposer.Proposer(reader, proposer.fit(reader, ids), proposer.usual_states(reader)),
+                proposed(reader, ids),
             )
         return kept[name, convention]
 
@@ -55,7 +60,8 @@ def blind(reader):
     noise = torch.randn(
         reader.width + 1 + len(reader.embedding), reader.width, generator=generator, dtype=torch.float64
     )
-    return proposer.Proposer(reader, noise[: reader.width + 1], noise[reader.width + 1 :])
+    probe, table = noise.split([reader.width + 1, len(reader.embedding)])
+    return proposer.Proposer(reader, probe, table, table)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -100,7 +106,9 @@ def test_a_class_of_equal_rows_is_named(made):
     with torch.no_grad():
         other.embedding[7] = other.embedding[900]
     ids = torch.tensor([[3, 900, 5]])
-    found = verified.invert(other, other.states(ids), proposer.Proposer(other, own.probe, own.table), SETTINGS)
+    found = verified.invert(
+        other, other.states(ids), proposer.Proposer(other, own.probe, own.second.states, own.later.states), SETTINGS
+    )
     assert found.tokens.status.tolist()[1] == verified.AMBIGUOUS and int(found.ids[0, 1]) in (7, 900)
     assert found.ids[0, [0, 2]].tolist() == [3, 5]
 
@@ -130,7 +138,7 @@ def test_a_proposer_of_another_width_is_refused(made, tmp_path):
     from safetensors.torch import save_file
 
     reader, _ = made("tiny-llama")
-    parts = {"probe": torch.zeros(33, 32), "table": torch.zeros(1000, 32), "first": torch.zeros(1000, 32)}
+    parts = {"probe": torch.zeros(33, 32)} | {name: torch.zeros(1000, 32) for name in ("first", "second", "later")}
     save_file(parts, tmp_path / "p.safetensors", metadata={"seconds": "1.0"})
     with pytest.raises(
         InversionError, match="is for 1000 ids of width 32, expected 1024 of width 64: of another model"

@@ -236,7 +236,7 @@ class Study:
         given = torch.stack([defences.released(channel, row, number, 0) for number, row in enumerate(states)])
         stages = tuple(stage for stage in (8, 64, 256) if stage < plan.candidates) + (plan.candidates,)
         proven = attacker == "aware" and not channel.likelihood  # else nothing is ever accepted: the tries are bounded
-        bounded = verified.Settings(ahead=1, stages=stages, scan=proven)
+        bounded = verified.Settings(ahead=1, stages=stages, steps=0, scan=proven)
         found = verified.invert(reader, given, own, bounded, channel, attacker)
         truth = ids[found.tokens.prompt.tolist(), found.tokens.position.tolist()].tolist()
         tokens = found.tokens.assign(true_id=truth, channel=name, attacker=attacker)

@@ -1,7 +1,7 @@
 """Guesses for all tokens of a prompt at once, from its states alone and without a model call.
 
-Three things tell of a token: a linear probe reads its embedding off the state; a table holds what state every token has
-behind one ordinary prefix, which resembles the state that it has behind any; and the state before says what the model
+Three things tell of a token: a linear probe reads its embedding off the state; tables hold what state every token has
+behind an ordinary prefix, which resembles the state that it has behind any; and the state before says what the model
 expected, since h_{t-1} behind all layers and the norm *is* the input of the output layer. Guesses cost matrix products;
 whether they are right is for :mod:`lib.inversion.verified` to find out.
 """
@@ -21,31 +21,47 @@ from lib import files, paths
 from lib.inversion import corpus
 from lib.inversion.reader import InversionError, Reader
 
-VERSION = 2  # raised by hand when a proposer fitted before would be another one
+VERSION = 3  # raised by hand when a proposer fitted before would be another one
 TOKENS = 24_000  # read to fit a probe: half text, half random ids
 SEQUENCE = 128  # tokens of a sequence that is read
 BATCH = 8
 RIDGE = 1e-3  # of the states' mean square
 TEMPERATURE, FLOOR = 0.2, 1.5e-8  # of both cosines; added to probabilities (e^-18)
-PREFIX = "It is a"  # behind which the table's states are read
+PREFIXES = {
+    "second": "The",
+    "later": "It is a",
+}  # behind which tables' states are read: a second token's, a later one's
+
+
+class Usual:
+    """States [V, d] that all tokens have behind one ordinary prefix; their mean, what they are without it, and how long
+    that is."""
+
+    def __init__(self, states: Tensor):
+        self.states, self.middle = states, states.mean(0)
+        self.centred = states - self.middle
+        self.lengths = self.centred.norm(dim=-1).clamp(min=1e-12)
 
 
 class Proposer:
-    """A linear probe [d + 1, d] from states to unit embeddings, and the states ``table`` [V, d] that all tokens have
-    behind one ordinary prefix; ``seconds`` that these took to set up."""
+    """A linear probe [d + 1, d] from states to unit embeddings, and the usual states of a prompt's ``second`` token and
+    of ``later`` ones; ``seconds`` that these took to set up."""
 
-    def __init__(self, reader: Reader, probe: Tensor, table: Tensor, seconds: float = 0.0):
-        self.reader, self.probe, self.table, self.seconds = reader, probe, table, seconds
+    def __init__(self, reader: Reader, probe: Tensor, second: Tensor, later: Tensor, seconds: float = 0.0):
+        self.reader, self.probe, self.seconds = reader, probe, seconds
+        self.second, self.later = Usual(second), Usual(later)
         self.unit = torch.nn.functional.normalize(reader.embedding, dim=-1)
-        self.middle = table.mean(0)
-        self.centred = table - self.middle
-        self.lengths = self.centred.norm(dim=-1).clamp(min=1e-12)
+
+    def usual(self, position: int) -> Usual:
+        """Which of the tables resembles a position most."""
+        return self.second if position == 1 else self.later
 
     def likeness(self, states: Tensor) -> Tensor:
         """How well states [..., d] go with every token [..., V]: the cosines of what the probe reads with the token's
         embedding, and of the state with the token's in the table (both less the table's mean), over 0.2."""
         read = torch.nn.functional.normalize(_with_one(states) @ self.probe, dim=-1) @ self.unit.T
-        seen = torch.nn.functional.normalize(states - self.middle, dim=-1) @ self.centred.T / self.lengths
+        later = self.later
+        seen = torch.nn.functional.normalize(states - later.middle, dim=-1) @ later.centred.T / later.lengths
         return (read + seen) / TEMPERATURE
 
     def best(self, states: Tensor, expected: Tensor | None) -> Tensor:
@@ -76,7 +92,7 @@ def fitted(reader: Reader, tokens: int = TOKENS, packages: Sequence[str] = corpu
     """The proposer of a model and convention, from the cache folder or fitted and kept there.
 
     ``packages`` are those whose docstrings it is fitted on, half and half with random ids, ``tokens`` in all. With it
-    comes the reader's table of one-token prompts. Both tables take the space of the embedding matrix.
+    comes the reader's table of one-token prompts. Three tables of the embedding matrix's size are kept.
 
     Raises:
         InversionError: what lies in the cache is of another model, or damaged.
@@ -98,7 +114,8 @@ def fitted(reader: Reader, tokens: int = TOKENS, packages: Sequence[str] = corpu
         if not path.exists():
             started = time.perf_counter()
             probe = fit(reader, sequences(reader, corpus.docstrings(packages), tokens, seed))
-            found = {"probe": probe.contiguous(), "table": usual_states(reader), "first": reader.first_states}
+            found = {"probe": probe.contiguous(), "first": reader.first_states}
+            found |= {name: usual_states(reader, prefix) for name, prefix in PREFIXES.items()}
             about = {"identity": json.dumps(identity), "seconds": f"{time.perf_counter() - started:.1f}"}
             with files.building(path) as unfinished:
                 save_file(found, unfinished, metadata=about)
@@ -113,22 +130,22 @@ def read(reader: Reader, path: Path) -> Proposer:
     """
     try:
         with safe_open(path, "pt", device=str(reader.device)) as kept:
-            probe, table, first = (kept.get_tensor(name) for name in ("probe", "table", "first"))
+            probe, first, second, later = (kept.get_tensor(name) for name in ("probe", "first", *PREFIXES))
             seconds = float(kept.metadata()["seconds"])
     except (OSError, KeyError, ValueError, TypeError, SafetensorError) as error:
         raise InversionError(f"proposer {path}: cannot be read ({error}); delete it, and it is fitted again") from error
-    if probe.shape != (reader.width + 1, reader.width) or table.shape != reader.embedding.shape:
+    if probe.shape != (reader.width + 1, reader.width) or later.shape != reader.embedding.shape:
         raise InversionError(
-            f"proposer {path}: is for {len(table)} ids of width {probe.shape[1]}, expected {len(reader.embedding)} of "
+            f"proposer {path}: is for {len(later)} ids of width {probe.shape[1]}, expected {len(reader.embedding)} of "
             f"width {reader.width}: of another model"
         )
     reader.first_states = first
-    return Proposer(reader, probe, table, seconds)
+    return Proposer(reader, probe, second, later, seconds)
 
 
-def usual_states(reader: Reader) -> Tensor:
-    """States [V, d] of every token behind one ordinary prefix."""
-    ids = reader.backbone.tokenizer(PREFIX, add_special_tokens=False)["input_ids"]
+def usual_states(reader: Reader, prefix: str = PREFIXES["later"]) -> Tensor:
+    """States [V, d] of every token behind one prefix."""
+    ids = reader.backbone.tokenizer(prefix, add_special_tokens=False)["input_ids"]
     cache = reader.read(torch.tensor([ids], dtype=torch.long, device=reader.device))
     return reader.candidates(torch.arange(len(reader.embedding), device=reader.device), cache)
 

@@ -24,16 +24,17 @@ from torch import Tensor
 from lib.inversion import attackers, channels, continuous, diagnostics
 from lib.inversion.channels import Channel, Sighting
 from lib.inversion.continuous import check_states
-from lib.inversion.proposer import Proposer
+from lib.inversion.proposer import Proposer, Usual
 from lib.inversion.reader import CHUNK, InversionError, Prefixes, Reader, view
 
 CONSISTENT, UNIQUE, SWEPT, AMBIGUOUS, BEST = "consistent", "locally unique", "swept", "ambiguous class", "best effort"
 UNCERTAIN_FIRST = (BEST, AMBIGUOUS, CONSISTENT, UNIQUE, SWEPT)
 FACTOR = 10.0  # a token is accepted within so many times the numerical floor, and unique if the next is so much farther
 RIDGE = 1.0  # of the regression in context, of the tried states' mean square
-TRUST = 25.0  # by how much the squared error of that regression is divided before it is weighed against expectations
+TRUST = 50.0  # by how much the squared error of that regression is divided before it is weighed against expectations
 NARROW = 8192  # tokens that a regression on few tries ranks anew; the others stay behind them
 MANY = 512  # tries that are no longer few
+SHARE = 4  # tries by foretold states to one by the language model's expectation alone, should the former mislead
 PROMISING = 8  # candidates from whose mean a proxy is driven
 CALIBRATED = 16  # positions of known ids from which the floor is measured
 
@@ -42,8 +43,10 @@ CALIBRATED = 16  # positions of known ids from which the floor is measured
 class Settings:
     """How the search runs. ``ahead`` guesses are proven at a time; ``stages`` are candidates tried before the scan.
 
-    Behind every stage of at least ``refit`` tries the rest is ranked anew from them. Behind the first of at least
-    ``drive_after`` a proxy is driven for ``steps`` (0: never). ``table``: the first token is looked up in that of all
+    Behind every stage of at least ``refit`` tries the rest is ranked anew from them. A search that ``park`` tries did
+    not end waits until all others are through; then proxies of all that wait are driven together for ``steps`` (0:
+    never), behind ``park`` tries if there are ``enough`` of them, else behind ``alone``, since a step costs few rows as
+    much as many. ``table``: the first token is looked up in that of all
     one-token prompts. ``tolerance`` on |h - h'|^2 / |h|^2: None measures it. ``scan``: whether the whole vocabulary
     comes last.
     """
@@ -51,8 +54,10 @@ class Settings:
     ahead: int = 8
     stages: tuple[int, ...] = (8, 32, 96, 256, 512, 1024, 2048, 4096)
     refit: int = 8
-    drive_after: int = 512
-    steps: int = 0
+    park: int = 256
+    enough: int = 4
+    alone: int = 1024
+    steps: int = 100
     table: bool = True
     tolerance: float | None = None
     scan: bool = True
@@ -131,15 +136,15 @@ class Local:
     error: float
 
 
-def foretold(proposer: Proposer, ids: Tensor, states: Tensor) -> Local:
-    """Fit how states [C, d] of tried ids [C] differ from those that the ids have behind the proposer's prefix.
+def foretold(usual: Usual, ids: Tensor, states: Tensor) -> Local:
+    """Fit how states [C, d] of tried ids [C] differ from their usual ones, behind the proposer's prefix.
 
     A ridge regression of the differences on these states t_v, which is to say a prior that the context only shifts
     them: h_v = t_v + mean + W' (t_v - mean), W = (X'X + lambda I)^-1 X'D, in its dual form where fewer are tried than
     there are coordinates.
     """
-    table = proposer.centred
-    inputs, apart = table[ids], states - proposer.table[ids]
+    table = usual.centred
+    inputs, apart = table[ids], states - usual.states[ids]
     middle, shift = inputs.mean(0), apart.mean(0)
     inputs, apart = inputs - middle, apart - shift
     ridge = RIDGE * inputs.square().sum(-1).mean().clamp(min=1e-12)
@@ -157,7 +162,7 @@ def foretold(proposer: Proposer, ids: Tensor, states: Tensor) -> Local:
     def states_of(wanted: Tensor) -> Tensor:
         features = table[wanted] - middle
         moved = (features @ inputs.T) @ weights if slope is None else features @ slope
-        return proposer.table[wanted] + shift + moved
+        return usual.states[wanted] + shift + moved
 
     return Local(states_of, float(left_out.square().sum(-1).mean()))
 
@@ -187,11 +192,13 @@ def invert(
     if not who.suits(channel):
         raise InversionError(f"attacker: {attacker!r} needs a likelihood, which channel {channel.name!r} has not")
     run = _Run(reader, states, proposer, settings, channel, who)
-    while len(run.active):
+    while len(run.active) or run.parked:
         run.round += 1
         failed = run.prove(run.active)
         if len(failed):
             run.repair(failed)
+        if run.parked and not len(run.active):
+            run.finish()
     tokens = pd.DataFrame(run.rows).sort_values(["prompt", "position"], ignore_index=True)
     shared = tokens.found_id.isin(_shared_rows(reader)) & (tokens.status != BEST)
     return Found(run.ids, tokens.assign(status=tokens.status.mask(shared, AMBIGUOUS)), run.tolerance, run.read)
@@ -209,14 +216,17 @@ class _Run:
         self.ids = torch.zeros(self.count, self.tokens, dtype=torch.long, device=reader.device)
         self.known = torch.zeros_like(states)  # of committed tokens, as the model gives them
         self.rows: list[dict] = []
+        self.parked: list[_Search] = []
         self.read, self.round = 0, 0
         self.failed: dict[int, Tensor] = {}  # the state of each prompt's guess that failed
         self.guesses = self._guess()
 
     @property
     def active(self) -> Tensor:
-        """Prompts that are not proven to their end."""
-        return (self.prefixes.lengths < self.tokens).nonzero()[:, 0]
+        """Prompts that are neither proven to their end nor parked."""
+        going = self.prefixes.lengths < self.tokens
+        going[[one.row for one in self.parked]] = False
+        return going.nonzero()[:, 0]
 
     def sighting(self, row: int, place: int) -> Sighting:
         """What is seen of a token behind those that are committed."""
@@ -280,24 +290,39 @@ class _Run:
         return min(len(ids), self.tokens - begin)
 
     def repair(self, rows: Tensor) -> None:
-        """Find the next token of some prompts among growing batches of candidates."""
+        """Find the next token of some prompts among growing batches of candidates; the hard ones are parked."""
         search = [_Search(self, int(row)) for row in rows]
-        vocabulary, tried, driven = len(self.reader.embedding), 0, self.settings.steps == 0
-        for total in [*(stage for stage in self.settings.stages if stage < vocabulary), vocabulary]:
-            if total == vocabulary and not self.settings.scan:
-                break
-            while tried < total and search:
-                size = min(CHUNK, total - tried)
-                search = self._try(search, size)
-                tried += size
-            if self.settings.refit <= tried < vocabulary:
+        self.parked += self._through(search, [stage for stage in self.stages if stage <= self.settings.park])
+
+    @property
+    def stages(self) -> list[int]:
+        """Candidates tried before the whole vocabulary, which comes last if it is to come at all."""
+        vocabulary = len(self.reader.embedding)
+        return [*(stage for stage in self.settings.stages if stage < vocabulary), *[vocabulary] * self.settings.scan]
+
+    def finish(self) -> None:
+        """Go on with all parked searches together, to their end."""
+        search, self.parked = self.parked, []
+        enough = len(search) >= self.settings.enough
+        left = [stage for stage in self.stages if stage > self.settings.park]
+        if enough and left:
+            self._drive(search)
+        before = [] if enough else [stage for stage in left if stage <= self.settings.alone]
+        search = self._through(search, before)
+        if search and not enough and left[len(before) :]:
+            self._drive(search)
+        for one in self._through(search, left[len(before) :]):
+            self._accept_best(one)
+
+    def _through(self, search: list["_Search"], stages: list[int]) -> list["_Search"]:
+        """Try so many candidates in all, and rank the rest anew behind each stage; the searches that found none."""
+        for total in stages:
+            while search and search[0].tried < total and len(search[0].order):
+                search = self._try(search, min(CHUNK, total - search[0].tried))
+            if self.settings.refit <= total < len(self.reader.embedding):
                 for one in search:
                     one.rank_anew()
-            if search and not driven and self.settings.drive_after <= tried < vocabulary:
-                self._drive(search)
-                driven = True
-        for one in search:
-            self._accept_best(one)
+        return search
 
     def _try(self, search: list["_Search"], size: int) -> list["_Search"]:
         """Read the next candidates of every search side by side; those that found none go on."""
@@ -319,16 +344,19 @@ class _Run:
         return left
 
     def _drive(self, search: list["_Search"]) -> None:
-        """Drive a proxy for every search from what it holds most likely, and try the proxy's neighbours next."""
+        """Drive a proxy for every search from what it holds most likely, and try the proxy's neighbours as well."""
+        if not self.settings.steps:
+            return
         rows = torch.tensor([one.row for one in search], device=self.states.device)
-        lengths, starts = self.prefixes.lengths[rows], torch.stack([one.middle() for one in search])
-        cache = view(self.prefixes.rows(rows))
-        settings = continuous.Settings(steps=self.settings.steps)
+        cache, lengths = view(self.prefixes.rows(rows)), self.prefixes.lengths[rows].cpu()
+        starts = torch.stack([one.middle() for one in search])
         targets = torch.stack([one.seen.row for one in search])
-        driven = continuous.drive(self.reader, cache, targets, starts, [settings] * len(search), lengths=lengths.cpu())
+        settings = [continuous.Settings(steps=self.settings.steps)] * len(search)
+        driven = continuous.drive(self.reader, cache, targets, starts, settings, lengths=lengths)
         self.read += int(driven.steps.sum())
         for one, proxy in zip(search, driven.proxies, strict=True):
-            one.prefer((self.reader.embedding[one.order] - proxy).abs().sum(-1))
+            one.proxy = torch.nn.functional.normalize(proxy, dim=-1)
+            one.rank_anew()
 
     def _accept_best(self, one: "_Search") -> None:
         """Commit the nearest of all that were tried, though it is not within the tolerance."""
@@ -363,7 +391,8 @@ class _Search:
             order = run.proposer.order(self.seen.row[None], self.expected[None])[0]
         guess = run.guesses[row, self.position]
         self.order = order[order != guess]
-        self.ids, self.states, self.found = [], [], []
+        self.ids, self.states, self.found, self.tried = [], [], [], 0
+        self.proxy: Tensor | None = None
         self.nearest, self.best = guess, np.inf
         self.take(guess[None], run.failed[row][None])
 
@@ -376,6 +405,7 @@ class _Search:
     def next(self, size: int) -> Tensor:
         """The next candidates; short of ``size``, the last ones again."""
         part, self.order = self.order[:size], self.order[size:]
+        self.tried += size
         return torch.nn.functional.pad(part, (0, size - len(part)), value=int(self.nearest))
 
     def take(self, ids: Tensor, states: Tensor) -> int | None:
@@ -402,24 +432,25 @@ class _Search:
         return (UNIQUE if margin >= FACTOR else CONSISTENT), tried, residual, margin
 
     def rank_anew(self) -> None:
-        """Order what is left by states foretold from everything tried in this very context, and by what the language
-        model expects."""
-        tried = torch.cat(self.ids)
-        local = foretold(self.run.proposer, tried, torch.cat(self.states))
-        some, rest = self.order.split([min(len(self.order), NARROW), max(0, len(self.order) - NARROW)])
-        if len(tried) >= MANY:
-            some, rest = self.order, self.order[:0]
+        """Order what is left by the best of its ranks: by states foretold from everything tried in this very context
+        together with what the language model expects, by the latter alone, and by nearness to what was driven."""
+        tried, proposer = torch.cat(self.ids), self.run.proposer
+        local = foretold(proposer.usual(self.position), tried, torch.cat(self.states))
+        some = self.order if len(tried) >= MANY else self.order[:NARROW]
         apart = self.run.channel.misfit(self.seen, local.states_of(some))
         if not self.run.channel.likelihood:
             apart = TRUST * apart / (2 * max(local.error, 1e-30))
-        some = some[(apart - torch.log(self.expected[some] + attackers.FLOOR)).argsort()]
-        self.order = torch.cat([some, rest])
+        expected = torch.log(self.expected[self.order] + attackers.FLOOR)
+        best = SHARE * _ranks(-expected)
+        best[: len(some)] = torch.minimum(best[: len(some)], _ranks(apart - expected[: len(some)]))
+        if self.proxy is not None:
+            best = torch.minimum(best, _ranks(-(proposer.unit[self.order] @ self.proxy)))
+        self.order = self.order[best.argsort(stable=True)]
 
     def middle(self) -> Tensor:
         """The mean embedding [d] of the most promising that are left."""
         return self.run.reader.embedding[self.order[:PROMISING]].mean(0)
 
-    def prefer(self, apart: Tensor) -> None:
-        """Order what is left by the better of its rank now and of its rank by ``apart``."""
-        other = apart.argsort().argsort()
-        self.order = self.order[torch.minimum(other, torch.arange(len(other)).to(other)).argsort(stable=True)]
+
+def _ranks(scores: Tensor) -> Tensor:
+    return scores.argsort().argsort()
