@@ -117,6 +117,8 @@ def test_modules_import_one_way():
         "inversion.settings",
         "inversion.analysis",
         "inversion.study",
+        "audit.formats",
+        "audit.reader",
         "runner",
         "figures",
         "inversion.figures",
@@ -133,10 +135,13 @@ def test_modules_import_one_way():
 def imported_by(module):
     """Modules of the package that one imports, written ``errors`` or ``inversion.reader``."""
     text, found = (paths.ROOT / "lib" / f"{module.replace('.', '/')}.py").read_text(), set()
-    for package, names in re.findall(r"^\s*from lib(\.inversion)? import (\([^)]+\)|.+)$", text, re.M):
+    for package, names in re.findall(r"^\s*from lib(\.inversion|\.audit)? import (\([^)]+\)|.+)$", text, re.M):
         listed = re.sub(r"#.*| as \w+", "", names).strip("()").split(",")
         found |= {f"{package}.{name.strip()}".strip(".") for name in listed if name.strip()}
-    return found | set(re.findall(r"^\s*from lib\.(inversion\.\w+|\w+) import", text, re.M)) - {"inversion"}
+    return found | set(re.findall(r"^\s*from lib\.((?:inversion|audit)\.\w+|\w+) import", text, re.M)) - {
+        "inversion",
+        "audit",
+    }
 
 
 def test_the_readmes_results_are_the_committed_ones():
