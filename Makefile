@@ -1,6 +1,10 @@
 PYTHON ?= python3
 SCALE ?= laptop
 JOBS ?= 1
+N ?= 10
+FORMAT ?= hex:16
+REPETITIONS ?= 60
+OUTPUT ?= canaries
 BIN := .venv/bin
 
 run: .venv/ready
@@ -21,10 +25,16 @@ scorecard: .venv/ready
 inversion: .venv/ready
 	$(BIN)/python -m lib inversion --scale $(SCALE) --jobs $(JOBS)
 
+audit: .venv/ready
+	$(BIN)/python -m lib audit --scale $(SCALE)
+
+canaries: .venv/ready
+	$(BIN)/python -m lib canaries --n $(N) --format $(FORMAT) --repetitions $(REPETITIONS) --output $(OUTPUT)
+
 bench: .venv/ready
 	$(BIN)/python tests/benchmarks/bench.py --scale $(SCALE)
 
-reference: run sweep cases scorecard inversion
+reference: run sweep cases scorecard inversion audit
 	$(BIN)/python -m lib reference --scale $(SCALE)
 	$(BIN)/python -m lib notebooks
 
@@ -45,4 +55,4 @@ clean:
 	$(BIN)/python -m lib fetch
 	touch $@
 
-.PHONY: run test sweep cases scorecard inversion bench reference notebooks lint clean
+.PHONY: run test sweep cases scorecard inversion audit canaries bench reference notebooks lint clean

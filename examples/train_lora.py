@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--epochs", type=float, default=1)
     parser.add_argument("--no-bf16", action="store_true", help="train in fp32, on hardware without bf16")
     options = parser.parse_args()

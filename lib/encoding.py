@@ -99,6 +99,10 @@ class Encoder:
         self._pixels: dict[str, dict[str, Tensor]] = {}
         self._features: dict[str, tuple[Tensor, Tensor]] = {}
 
+    def fresh(self) -> "Encoder":
+        """The same without any picture kept, for when there are more of them than memory."""
+        return Encoder(self.backbone, self.template)
+
     @property
     def end_of_turn(self) -> str:
         """Text of the token at which decoding stops: the end of the turn, or of the text where there are no turns."""

@@ -73,6 +73,19 @@ def write(
             unfinished.write_text(text, encoding="utf-8")
 
 
+def how_to_mix(folder: Path, count: int, repetitions: int, template: str) -> str:
+    """What to do with the two files, in a few lines."""
+    key = "messages" if template == "chat" else "text"
+    return (
+        f"{folder / CANARIES}: {count} canaries; keep it, the audit reads it.\n"
+        f"{folder / TRAINING}: {count * repetitions} lines with `{key}`, every canary {repetitions} times.\n"
+        "Append these lines to the training set and shuffle once, before any packing; keep them out of evaluation data "
+        "and of whatever removes duplicates.\n"
+        "Then prove that they arrive: python -m lib check-canaries "
+        f"{folder / CANARIES} <tokenised training set> --model <model>"
+    )
+
+
 def _example(canary: Canary, template: str) -> dict:
     if template == "plain":
         return {"text": f"{canary.prompt} {canary.target}"}

@@ -24,6 +24,12 @@ LEVELS = {
     "no evidence": "no evidence",
     "inconclusive": "inconclusive",
 }
+MERGED = {"merged": "merged in fp32", "merged_bf16": "merged into bf16 weights"}
+READINGS = {
+    "recall": "secrets said by greedy decoding",
+    "rank": "mean rank among decoys",
+    "nll": "the secret's NLL against the baseline's",
+}
 COLUMNS = {
     "canary": "canary",
     "verdict": "verdict",
@@ -87,21 +93,34 @@ def _asked(asked: Mapping[str, Any], results: Mapping[str, Any]) -> str:
 def _card(
     name: str, summary: Mapping, table: pd.DataFrame, tokens: pd.DataFrame, results: Mapping, asked: Mapping
 ) -> dict[str, Any]:
-    levels = {**summary["level"], "verdict": LEVELS[summary["level"]["verdict"]]}
+    windows = asked["windows"]
+    names = probe_names(windows)
+    level = {"verdict": LEVELS[summary["level"]["verdict"]], "decided_by": readable(summary["level"], READINGS)}
+    change = {"verdict": summary["change"]["verdict"], "decided_by": readable(summary["change"], names)}
     strips, say = _strips(table, tokens)
     return {
         "name": name,
-        "level": levels,
-        "change": summary["change"],
+        "level": level,
+        "change": change,
         "numbers": numbers(summary),
         "disagreements": summary["disagreements"],
         "limits": limits(summary, table),
         "strips": strips,
         "strips_say": say,
-        "probes": _probes(summary["probes"], probe_names(asked["windows"])),
-        "figures": _figures(summary, table, probe_names(asked["windows"])),
+        "probes": _probes(summary["probes"], names),
+        "figures": [{"alt": alt, "png": _png(figure)} for alt, figure in drawings(summary, table, windows).items()],
         "merged": [_merged(kind, row, len(table)) for kind, row in summary["merged"].items()],
     }
+
+
+def readable(decision: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """What decided, with every reading by its name."""
+    parts = decision["decided_by"].split(", ")
+    shown = []
+    for part in parts:
+        name, _, rest = part.partition(" ")
+        shown.append(f"{names[name]}: {rest.strip('()')}".rstrip(": ") if name in names else part)
+    return "; ".join(shown)
 
 
 def numbers(summary: Mapping[str, Any]) -> list[str]:
@@ -229,20 +248,35 @@ def _probes(probes: Mapping[str, Mapping], names: Mapping[str, str]) -> list[dic
     return rows
 
 
-def _figures(summary: Mapping, table: pd.DataFrame, names: Mapping[str, str]) -> list[dict[str, str]]:
-    drawn = []
+def drawings(summary: Mapping, table: pd.DataFrame, windows: Sequence[int]) -> dict[str, Figure]:
+    """Figures of one audited model by caption: changes where there is a baseline, ranks where there are decoys.
+
+    ``summary`` and ``table`` are its part of ``models`` and its rows of ``canaries`` in ``report.json``.
+    """
+    drawn, names = {}, probe_names(windows)
     if summary["probes"]:
         judged = pd.DataFrame(summary["probes"]).T.rename(index=names)
         judged = judged[judged.by_mean.notna() & judged.margin.notna()].infer_objects()
         if len(judged):
-            drawn.append(("Change by probe, in margins", figures.probe_intervals({"against the baseline": judged})))
+            drawn["Change by probe, in margins"] = figures.probe_intervals({"against the baseline": judged})
     ranked = {"normalised_rank": "audited", "normalised_rank_base": "baseline"}
     ranked = {name: label for name, label in ranked.items() if name in table and table[name].notna().any()}
     if ranked:
-        long = table.melt(value_vars=list(ranked), var_name="model_", value_name="value").dropna()
-        long = long.rename(columns={"model_": "model", "value": "normalised_rank"}).assign(kind="random")
-        drawn.append(("Rank of every secret among its decoys (0: first; red: mean)", figures.rank_strips(long, ranked)))
-    return [{"alt": alt, "png": _png(figure)} for alt, figure in drawn]
+        long = table.melt(value_vars=list(ranked), var_name="of", value_name="value").dropna()
+        long = long.rename(columns={"of": "model", "value": "normalised_rank"}).assign(kind="random")
+        caption = "Rank of every secret among its decoys (0: before all of them; red: mean; 0.5: chance)"
+        drawn[caption] = figures.rank_strips(long, ranked)
+    return drawn
+
+
+def probe_table(summary: Mapping, windows: Sequence[int]) -> pd.DataFrame:
+    """``verdict, decided_by, estimate, low, high, margin`` of every probe, by the name that readers know."""
+    names = probe_names(windows)
+    if not summary["probes"]:
+        return pd.DataFrame(columns=["verdict"])
+    table = pd.DataFrame(summary["probes"]).T.rename(index=names).rename_axis("probe")
+    numbers_ = table[["estimate", "low", "high", "margin"]].astype(float).round(4) + 0.0
+    return table[["verdict", "decided_by"]].join(numbers_)
 
 
 def _png(figure: Figure) -> str:
@@ -252,9 +286,8 @@ def _png(figure: Figure) -> str:
 
 
 def _merged(kind: str, row: Mapping[str, Any], count: int) -> dict[str, str]:
-    what = {"merged": "merged in fp32", "merged_bf16": "merged into bf16 weights"}[kind]
     return {
-        "kind": what,
+        "kind": MERGED[kind],
         "largest": f"{row['largest_difference']:.2g}",
         "change": f"{row['mean_change']:+.3f}",
         "recalled": f"{row['recalled']} of {count}",

@@ -73,7 +73,7 @@ def usable(items: Sequence[Item], encoder: Encoder) -> tuple[list[Item], dict[in
     kept, reasons = [], {}
     for start in range(0, len(items), decoys.CHUNK):
         chunk = items[start : start + decoys.CHUNK]
-        _, found = decoys.encodable(encoder, [item.canary for item in chunk])
+        _, found = decoys.encodable(encoder.fresh(), [item.canary for item in chunk])
         kept += [item for item, reason in zip(chunk, found, strict=True) if not reason]
         reasons |= {item.line: reason for item, reason in zip(chunk, found, strict=True) if reason}
     return kept, reasons
@@ -118,12 +118,12 @@ class Scorer:
         """Whether all blocks of a model are there."""
         return all((folder / "result.json").exists() for _, folder, _ in self.parts(asked))
 
-    def score(self, asked: Asked, backbone: Backbone, encoder: Encoder, bar: tqdm) -> None:
-        """Score what is missing of one model; ``backbone`` is it, ``encoder`` feeds it. The bar counts canaries."""
+    def score(self, asked: Asked, backbone: Backbone, bar: tqdm) -> None:
+        """Score what is missing of one model, which ``backbone`` is. The bar counts canaries."""
         bar.set_description(asked.name)
         for block, folder, inputs in self.parts(asked):
             if reusable(folder, inputs) is None:
-                self._block(asked, backbone, Encoder(encoder.backbone, encoder.template), block, folder, inputs)
+                self._block(asked, Encoder(backbone, self.template), block, folder, inputs)
             bar.update(len(block))
 
     def results(self, asked: Asked) -> Iterator[Result]:
@@ -131,50 +131,44 @@ class Scorer:
         for _, folder, inputs in self.parts(asked):
             yield reusable(folder, inputs)
 
-    def _block(
-        self, asked: Asked, backbone: Backbone, encoder: Encoder, block: range, folder: Path, inputs: dict
-    ) -> None:
+    def _block(self, asked: Asked, encoder: Encoder, block: range, folder: Path, inputs: dict) -> None:
         items = [self.items[i] for i in block]
         rows = encoder.encode([item.canary for item in items])
         longest = max(len(row.input_ids) for row in rows)
-        tables, facts = {}, {}
-        answered = shrinking(lambda size: answers(backbone, encoder, rows, size), fitting(backbone, longest, longest))
-        tables |= {NLL: answered[0], RECALL: answered[1]}
+        nll, recall = shrinking(lambda size: answers(encoder, rows, size), fitting(encoder.backbone, longest, longest))
+        tables, facts = {NLL: nll, RECALL: recall}, {}
         if asked.with_decoys and self.count:
             drawn = [
                 decoys.draw(encoder, self.source, item, self.count, self.seed, self.planted - {item.canary.secret})
                 for item in items
             ]
             facts["layout"] = {one.decoys.canary: one.layout for one in drawn}
-            tables[DECOYS] = self._decoys(backbone, encoder, drawn)
-        writers = {name: _writer(table) for name, table in tables.items()}
-        write_result(folder, inputs, facts, {}, writers)
+            tables[DECOYS] = pd.concat([self._ranked(encoder, one) for one in drawn], ignore_index=True)
+        write_result(folder, inputs, facts, {}, {name: _writer(table) for name, table in tables.items()})
 
-    def _decoys(self, backbone: Backbone, encoder: Encoder, drawn: Sequence[Drawn]) -> pd.DataFrame:
-        tables = []
-        for one in drawn:
-            longest = max(len(row.input_ids) for row in one.decoys.rows)
-            own = longest - min(row.target_start + row.spans["hex"].start for row in one.decoys.rows) + 1
-            tables.append(
-                shrinking(
-                    lambda size, one=one: exposure.decoy_table(backbone.model, encoder, [one.decoys], size),
-                    fitting(backbone, longest, own),
-                )
-            )
-        return pd.concat(tables, ignore_index=True)
+    def _ranked(self, encoder: Encoder, drawn: Drawn) -> pd.DataFrame:
+        rows = drawn.decoys.rows
+        longest = max(len(row.input_ids) for row in rows)
+        own = longest - min(row.target_start + row.spans["hex"].start for row in rows) + 1
+        return shrinking(
+            lambda size: exposure.decoy_table(encoder.backbone.model, encoder, [drawn.decoys], size),
+            fitting(encoder.backbone, longest, own),
+        )
 
 
 def _writer(table: pd.DataFrame) -> Callable[[Path], None]:
     return lambda path: table.to_parquet(path, index=False)
 
 
-def answers(
-    backbone: Backbone, encoder: Encoder, rows: Sequence[Encoded], size: int
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Per-token NLL and greedy recalls of some canaries: :meth:`lib.probes.TokenNLL.table` with the tokens' texts, and
-    ``canary, hit_full, hit_secret, hit_forced, output, straddles``."""
-    scores: TokenNLL = probes.token_nll(backbone.model, encoder, rows, size)
-    recall = probes.recall(backbone.model, encoder, scores, size)
+def answers(encoder: Encoder, rows: Sequence[Encoded], size: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Per-token NLL and greedy recalls of some canaries.
+
+    The first is :meth:`lib.probes.TokenNLL.table` with the tokens' texts, the second has ``canary, hit_full,
+    hit_secret, hit_forced, output, straddles``.
+    """
+    model = encoder.backbone.model
+    scores: TokenNLL = probes.token_nll(model, encoder, rows, size)
+    recall = probes.recall(model, encoder, scores, size)
     tokenizer, table = encoder.backbone.tokenizer, recall.table(rows)
     table["output"] = [spell(tokenizer, ids) for ids in table.output_ids]
     table["straddles"] = [row.spans["hex"].straddles for row in rows]

@@ -1,5 +1,6 @@
 """What an audit is asked: models, canaries, decoys, hits and windows, checked before any work starts."""
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -81,6 +82,30 @@ class Audit:
         """Where the report goes: ``outputs/local/<scale>/<output>``, or ``output`` where that is a path."""
         named = os.path.basename(self.output) == self.output
         return paths.local(self.scale) / self.output if named else Path(self.output).absolute()
+
+
+def numbers(name: str, text: str) -> tuple[int, ...]:
+    """Whole numbers above 0, separated by commas.
+
+    Raises:
+        ConfigError: naming what is none.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    wrong = [part for part in parts if not (part.isascii() and part.isdigit() and int(part) > 0)]
+    if wrong:
+        raise ConfigError(f"{name}: got {wrong[0]!r}, expected whole numbers above 0, separated by commas.")
+    return tuple(map(int, parts))
+
+
+def cost_of(n_decoys: int) -> str:
+    """What a number of decoys can say at most, in one line."""
+    if n_decoys == 0:
+        return "No decoys: no exposure and no rank; level rests on recall alone."
+    alone = int(0.05 * (n_decoys + 1))
+    return (
+        f"{n_decoys} decoys a canary: exposure ends at {math.log2(n_decoys + 1):.2f} bits, and a canary can be named "
+        f"by its rank among at most {alone}; a group is tested by its mean rank. 255 decoys: 8 bits, and among 12."
+    )
 
 
 def from_notebook(namespace: dict[str, Any]) -> Audit:

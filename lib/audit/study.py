@@ -12,8 +12,8 @@ import torch
 from tqdm import tqdm
 
 from lib import adapters, models, paths, rules
-from lib.audit import analysis, decoys, example, formats, reader, report, scoring
-from lib.audit.decoys import Source
+from lib.audit import analysis, decoys, example, formats, planting, reader, report, scoring
+from lib.audit.decoys import Source, draw, encodable
 from lib.audit.reader import CanaryFile, Item, Skipped
 from lib.audit.scoring import DECOYS, NLL, RECALL, Asked, AuditError, Scorer
 from lib.audit.settings import Audit
@@ -142,18 +142,13 @@ class _Run:
         for asked in self.plan.asked:
             if asked.adapter is not None:
                 adapters.check_adapter(asked.adapter, base)
-        encoder = Encoder(base, self._template(base))
+        encoder = Encoder(base, _template(self.given.template, base))
         items, skipped = self._usable(file, encoder)
         scorer = self._scorer(items, source, encoder)
         lost = self._score(scorer, base, encoder)
         del base
         results, tables = self._results(scorer, source, skipped, lost, file)
         return self._write(results | {"template": encoder.template}, tables)
-
-    def _template(self, base: Backbone) -> str:
-        if self.given.template != "auto":
-            return self.given.template
-        return "plain" if base.tokenizer.chat_template is None else "chat"
 
     def _usable(self, file: CanaryFile, encoder: Encoder) -> tuple[list[Item], list[Skipped]]:
         items = [_for_template(item, encoder.template) for item in file.items]
@@ -177,12 +172,11 @@ class _Run:
         with tqdm(total=len(scorer.items) * len(self.plan.asked), unit="canary") as bar:
             for asked in self.plan.asked:
                 if asked.model == self.given.model:
-                    found = _score_one(scorer, asked, base, encoder, bar)
+                    found = _score_one(scorer, asked, base, bar)
                 else:
                     other = models.load(asked.model, device=scoring.device())
-                    other_encoder = Encoder(other, encoder.template)
-                    _refuse_other_tokens(encoder, other_encoder, scorer.items)
-                    found = _score_one(scorer, asked, other, other_encoder, bar)
+                    _refuse_other_tokens(encoder, Encoder(other, encoder.template), scorer.items)
+                    found = _score_one(scorer, asked, other, bar)
                 if found:
                     lost[asked.name] = found
                 scoring.free()
@@ -297,6 +291,47 @@ class _Run:
         return write_result(folder, self.inputs, results, record, writers, RECORD)
 
 
+def told(result: Result) -> list[str]:
+    """The verdicts of an audit, a line a model, and what was skipped."""
+    lines = []
+    for name, found in result.values["models"].items():
+        level, change = found["level"], found["change"]
+        lines.append(
+            f"{name}: level: {report.LEVELS[level['verdict']]} ({level['decided_by']}); change: {change['verdict']} "
+            f"({change['decided_by']}); {found['recalls_that_count']} of {found['canaries']} recalled"
+        )
+    skipped = result.values["skipped"]
+    lines += [f"line {row['line']} not audited: {row['reason']}" for row in skipped[:10]]
+    return lines + ([f"... {len(skipped) - 10} more rows not audited"] if len(skipped) > 10 else [])
+
+
+def check_planted(
+    file: Path, tokenised: Path, model: str, n_decoys: int = 63, kind: str = "characters", template: str = "auto"
+) -> pd.DataFrame:
+    """:func:`lib.audit.planting.check` on files, with the decoys that an audit of this model will draw (seed 0).
+
+    Raises:
+        LeakbookError: a file or the model cannot be used.
+    """
+    backbone, canaries, source = models.load(model), reader.read(file), Source(kind)
+    encoder = Encoder(backbone, _template(template, backbone))
+    items = [_for_template(item, encoder.template) for item in canaries.items]
+    planted = frozenset(item.canary.secret for item in items)
+    drawn = {}
+    for item in scoring.usable(items, encoder)[0]:
+        found = draw(encoder, source, item, n_decoys, 0, planted - {item.canary.secret}).decoys
+        drawn[item.canary.id] = [row.canary.secret for row in found.rows[1:]]
+    rows = planting.read_tokenised(tokenised)
+    return planting.check([item.canary for item in items], backbone.tokenizer, rows, drawn)
+
+
+def _template(asked: str, backbone: Backbone) -> str:
+    """``chat`` or ``plain`` for ``auto``: plain text where the tokenizer has no chat template."""
+    if asked != "auto":
+        return asked
+    return "plain" if backbone.tokenizer.chat_template is None else "chat"
+
+
 def _ranges(lines: Sequence[int]) -> list[list[int]]:
     """Line numbers as first and last of every run of them."""
     runs: list[list[int]] = []
@@ -319,7 +354,7 @@ def _for_template(item: Item, template: str) -> Item:
     )
 
 
-def _score_one(scorer: Scorer, asked: Asked, base: Backbone, encoder: Encoder, bar: tqdm) -> dict[str, float]:
+def _score_one(scorer: Scorer, asked: Asked, base: Backbone, bar: tqdm) -> dict[str, float]:
     """Score one model where that is missing; for one merged into bf16 weights, what rounding took (kept, too)."""
     folder = scorer.folder_of(asked) / "rounding"
     kept = read_result(folder) if asked.kind == "merged_bf16" else None
@@ -327,7 +362,7 @@ def _score_one(scorer: Scorer, asked: Asked, base: Backbone, encoder: Encoder, b
         bar.update(len(scorer.items))
         return {} if kept is None else kept.values
     model, lost = scoring.make(asked, base)
-    scorer.score(asked, model, encoder, bar)
+    scorer.score(asked, model, bar)
     if lost:
         write_result(folder, asked.identity(), lost, {}, {})
     return lost
@@ -335,14 +370,17 @@ def _score_one(scorer: Scorer, asked: Asked, base: Backbone, encoder: Encoder, b
 
 def _refuse_other_tokens(encoder: Encoder, other: Encoder, items: Sequence[Item]) -> None:
     """Two models can be compared token by token only where both read a canary as the same tokens."""
-    for item in items:
-        rows, reasons = decoys.encodable(other, [item.canary])
-        if reasons[0] or rows[0].input_ids != encoder.encode([item.canary])[0].input_ids:
-            why = reasons[0] or "it reads other tokens"
-            raise AuditError(
-                f"baseline {other.backbone.name} cannot be compared with {encoder.backbone.name} on line {item.line}, "
-                f"canary {item.canary.id!r}: {why}; expected a model of the same tokenizer and chat template"
-            )
+    for start in range(0, len(items), decoys.CHUNK):
+        chunk = items[start : start + decoys.CHUNK]
+        canaries = [item.canary for item in chunk]
+        own, (rows, reasons) = encoder.fresh().encode(canaries), encodable(other.fresh(), canaries)
+        for item, expected, row, reason in zip(chunk, own, rows, reasons, strict=True):
+            if reason or row.input_ids != expected.input_ids:
+                raise AuditError(
+                    f"baseline {other.backbone.name} cannot be compared with {encoder.backbone.name} on line "
+                    f"{item.line}, canary {item.canary.id!r}: {reason or 'it reads other tokens'}; expected a model of "
+                    "the same tokenizer and chat template"
+                )
 
 
 def _facts(item: Item, source: Source) -> dict[str, Any]:
