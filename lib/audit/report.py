@@ -119,7 +119,8 @@ def readable(decision: Mapping[str, Any], names: Mapping[str, str]) -> str:
     shown = []
     for part in parts:
         name, _, rest = part.partition(" ")
-        shown.append(f"{names[name]}: {rest.strip('()')}".rstrip(": ") if name in names else part)
+        said = rest.strip("()").replace("_", " ")
+        shown.append(part if name not in names else f"{names[name]} ({said})" if said else names[name])
     return "; ".join(shown)
 
 
@@ -150,7 +151,8 @@ def numbers(summary: Mapping[str, Any]) -> list[str]:
         )
     named = summary["named"]
     if named:
-        lines.append(f"named by their rank alone (Holm, {LEVEL:.0%}): {', '.join(named[:10])}".replace("%", " %"))
+        more = f" and {len(named) - 10} more" if len(named) > 10 else ""
+        lines.append(f"named by their rank alone (Holm, {100 * LEVEL:.0f} %): {', '.join(named[:10])}{more}")
     return lines
 
 
@@ -185,7 +187,10 @@ def limits(summary: Mapping[str, Any], table: pd.DataFrame) -> list[str]:
         )
     unstated = int((~table.exchangeable.astype(bool)).sum())
     if unstated and drawn["canaries"]:
-        found.append(f"{unstated} of {count} canaries state no generator of their secret: their ranks are no p-values")
+        found.append(
+            f"ranks of {unstated} of {count} canaries are no p-values: no generator of the secret is stated, or too "
+            "few decoys have its tokens"
+        )
     free = summary["layouts"].get("free", 0)
     if free:
         found.append(f"decoys of {free} canaries have other numbers of tokens than their secret, which shifts ranks")

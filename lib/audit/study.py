@@ -217,6 +217,7 @@ class _Run:
         table, nll, recall = (pd.concat(part, sort=False) for part in zip(*parts, strict=True))
         facts = pd.DataFrame([_facts(item, source) for item in scorer.items]).set_index("canary")
         table = facts.join(table)
+        table["exchangeable"] &= table.layout.isin(["own"])  # in another layout a decoy is another kind of string
         margin, window = self.rules["margin"]["total_nats"], self.params.windows[0]
         return analysis.with_verdicts(table, margin, window), nll, recall
 
