@@ -141,8 +141,9 @@ def strings(backbone, items, template="chat"):
     return found
 
 
-@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-vl"])
-@pytest.mark.parametrize("template", ["chat", "plain"])
+@pytest.mark.parametrize(
+    ("name", "template"), [("tiny-gpt2", "plain"), ("tiny-llama", "chat"), ("tiny-llama", "plain"), ("tiny-vl", "chat")]
+)
 def test_every_family_is_audited_as_a_directory_with_the_nll_of_its_definition(name, template, tmp_path):
     backbone, folder = saved(name, tmp_path / "model")
     result = study.find(audit_of(folder, tmp_path, template=template))
@@ -207,7 +208,8 @@ def test_full_span_nll_is_the_harness_loglikelihood(worked, planted, tmp_path):
 def random_adapter(backbone, targets, folder):
     """A LoRA that changes something, untrained."""
     with seeded(1):
-        settings_ = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        transposed = backbone.model.config.model_type == "gpt2"
+        settings_ = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, fan_in_fan_out=transposed)
         peft.get_peft_model(backbone.copy().model, settings_).save_pretrained(folder)
     return folder
 
@@ -392,6 +394,13 @@ def test_a_secret_of_one_digit_has_nine_decoys_and_its_constant_none(encoder):
     found = decoys.draw(encoder, Source("characters"), item("7"), 63, seed=0)
     assert sorted(row.canary.secret for row in found.decoys.rows[1:]) == list("012345689")
     assert decoys.draw(encoder, Source("characters"), item("-"), 63, seed=0).layout == "none"
+
+
+def test_decoys_of_other_token_layouts_are_taken_where_the_secrets_own_is_rare(encoder):
+    found = decoys.draw(encoder, Source("characters"), item("the information"), 20, seed=0)
+    assert found.layout == "free" and len(found.decoys.rows) == 21
+    spans = {row.spans["hex"] for row in found.decoys.rows}
+    assert len(spans) > 1 and all(formats.like("the information").matches(r.canary.secret) for r in found.decoys.rows)
 
 
 def test_planted_secrets_and_those_in_the_canarys_own_text_are_no_decoys(encoder):

@@ -11,12 +11,13 @@ import numpy as np
 from lib.audit import formats
 from lib.audit.formats import Format
 from lib.audit.reader import Item
-from lib.canaries import Canary, CanaryError
+from lib.canaries import Canary, CanaryError, secret_spans
 from lib.encoding import Encoded, Encoder
 from lib.exposure import DecoySet
 from lib.files import decoded, read_json_lines
 
-CHUNK, CHUNKS = 512, 24  # candidates tokenised at a time, and how often for one canary
+CHUNK, CHUNKS = 256, 128  # candidates tokenised at a time, and how often for one canary
+PATIENCE = 8  # chunks after which the search ends if all of them would not give enough
 Generator = Callable[[str, int, np.random.Generator], Sequence[str]]
 
 
@@ -130,17 +131,28 @@ def draw(
     own = encoder.encode([canary])[0]
     rng = np.random.default_rng([seed, 2, *canary.id.encode()])
     seen, alike, free = {canary.secret, *planted}, [], []
-    for chunk in source.candidates(item, rng):
+    for number, chunk in enumerate(source.candidates(item, rng), 1):
         fresh = [secret for secret in dict.fromkeys(chunk) if secret not in seen]
         seen.update(fresh)
-        rows = _rows(encoder, canary, fresh)
+        free += _rows(encoder, canary, fresh[: max(0, count - len(free))])
+        rows = _rows(encoder, canary, _alike(encoder, canary, fresh))
         alike += [row for row in rows if row.spans["hex"] == own.spans["hex"]]
-        free += rows[: max(0, count - len(free))]
-        if len(alike) >= count:
+        if len(alike) >= count or (number >= PATIENCE and len(alike) * CHUNKS < count * number):
             break
     chosen, layout = (alike[:count], "own") if len(alike) >= min(count, len(free)) else (free, "free")
     kinds = ("secret",) + ("random",) * len(chosen)
     return Drawn(DecoySet(canary.id, kinds, (own, *chosen)), layout if chosen else "none")
+
+
+def _alike(encoder: Encoder, canary: Canary, secrets: Sequence[str]) -> list[str]:
+    """Secrets with the canary's token layout in a target that stands alone: quick, and to be confirmed in its place."""
+    tokenizer, closing = encoder.backbone.tokenizer, encoder.closing
+    copies = [dataclasses.replace(canary, secret=secret) for secret in secrets]
+    try:
+        own, *spans = secret_spans([canary, *copies], tokenizer, closing)
+    except ValueError:  # the tokenizer leaves out a part of some text
+        return list(secrets)
+    return [secret for secret, span in zip(secrets, spans, strict=True) if span == own]
 
 
 def _rows(encoder: Encoder, canary: Canary, secrets: Iterable[str]) -> list[Encoded]:
