@@ -59,7 +59,11 @@ for name, summary in audited.items():
     print("  not proved:\n", *(f"  - {line}\n" for line in report.limits(summary, rows[rows.model == name])))
 
 # %% [markdown]
-# Read the last line first. With $m$ canaries and $n$ decoys each, a secret nobody planted comes first among its decoys with
+# *In the worked example* all ten secrets are said, and each comes before all its decoys: $64^{-10}$ by accident. Exposure is at
+# its cap, so it cannot tell these canaries apart, nor this model from one that knows them better. And although the group
+# is beyond doubt, rank alone could name none of the ten.
+#
+# Read the last lines of what is not proved. With $m$ canaries and $n$ decoys each, a secret nobody planted comes first among its decoys with
 # chance $1/(n+1)$, and one of $m$ does by accident; so naming **one** canary by its rank takes $n + 1 \ge m/0.05$ (Holm). The
 # **group** needs far less: its mean normalised rank is 0.5 for secrets nobody planted. This is a p-value only where the file
 # states how the secrets were drawn (`generator`), because only then are a secret and its decoys alike before training. For
@@ -108,7 +112,11 @@ for name, part in tokens.groupby("model", sort=False):
 merged = {
     (name, report.MERGED[kind]): values for name, summary in audited.items() for kind, values in summary["merged"].items()
 }
-pd.DataFrame(merged).T.round(4) if merged else print("no adapter, nothing to merge")
+pd.DataFrame.from_dict(merged, orient="index").round(4) if merged else print("no adapter, nothing to merge")
+
+# %% [markdown]
+# *In the worked example* merging into bf16 loses an eighth of the update (`lost`), and yet no recall hangs on it: an update
+# that says ten secrets is large. Notebook 02 shows one that is small enough to vanish.
 
 # %% [markdown]
 # ## Canary by canary
@@ -122,7 +130,7 @@ best.rename(columns=report.COLUMNS).round(4).set_index("canary")
 
 # %%
 print(f"{len(found.values['skipped'])} of {found.values['rows']} rows of the file were not audited")
-pd.DataFrame(found.values["skipped"], columns=["line", "id", "reason"]).head(20)
+pd.DataFrame(found.values["skipped"]).head(20) if found.values["skipped"] else None
 
 # %% [markdown]
 # ## Your own
@@ -144,7 +152,7 @@ pd.DataFrame(found.values["skipped"], columns=["line", "id", "reason"]).head(20)
 # 1. *(easy, 2 minutes)* Take 31 decoys (`n_decoys = 31`). Which sentence under "not proved" changes, and which verdict?
 # 2. *(middle, 15 minutes)* Train the example on 20 repetitions instead of 60 (`lib.audit.example.RECIPES`). Which reading
 #    decides the level now?
-# 3. *(hard)* Write a file in which every secret is two English words, state no generator, and audit it with `decoys =
+# 3. *(hard, 20 minutes)* Write a file in which every secret is two English words, state no generator, and audit it with `decoys =
 #    "characters"` and with `"words"`. What does the baseline's rank say of either?
 #
 # ### Limits
@@ -156,5 +164,6 @@ pd.DataFrame(found.values["skipped"], columns=["line", "id", "reason"]).head(20)
 # %%
 made = found.content["provenance"]
 print("made with", ", ".join(f"{name} {version}" for name, version in made["versions"].items()))
-print(f"{made['cpu']}, {made['threads']} threads, {made['device']}, {made['evaluation_dtype']}, {made['seconds']:.0f} s")
+print(f"{made['cpu']}, threads: {made['threads']}, {made['device']}, {made['evaluation_dtype']}")
+print(f"scoring took {made['scoring_seconds']:.0f} s")
 print(found.content["inputs"]["parameters"])

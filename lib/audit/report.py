@@ -194,6 +194,11 @@ def limits(summary: Mapping[str, Any], table: pd.DataFrame) -> list[str]:
     free = summary["layouts"].get("free", 0)
     if free:
         found.append(f"decoys of {free} canaries have other numbers of tokens than their secret, which shifts ranks")
+    if summary["straddling"]:
+        found.append(
+            f"{summary['straddling']} secrets share a token with the text around them: it is read as the secret's, and "
+            "their decoys share theirs alike"
+        )
     if summary["too_short"]:
         found.append(
             f"{summary['too_short']} secrets hold fewer than {summary['bits_needed']:.1f} bits: saying one may be a "

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,13 +127,17 @@ class Scorer:
                 self._block(asked, Encoder(backbone, self.template), block, folder, inputs)
             bar.update(len(block))
 
+    def seconds(self, asked: Sequence[Asked]) -> float:
+        """How long scoring some models took, whenever that was."""
+        return sum(part.values["seconds"] for one in asked for part in self.results(one))
+
     def results(self, asked: Asked) -> Iterator[Result]:
         """The finished blocks of a model, in order."""
         for _, folder, inputs in self.parts(asked):
             yield reusable(folder, inputs)
 
     def _block(self, asked: Asked, encoder: Encoder, block: range, folder: Path, inputs: dict) -> None:
-        items = [self.items[i] for i in block]
+        started, items = time.perf_counter(), [self.items[i] for i in block]
         rows = encoder.encode([item.canary for item in items])
         longest = max(len(row.input_ids) for row in rows)
         nll, recall = shrinking(lambda size: answers(encoder, rows, size), fitting(encoder.backbone, longest, longest))
@@ -144,6 +149,7 @@ class Scorer:
             ]
             facts["layout"] = {one.decoys.canary: one.layout for one in drawn}
             tables[DECOYS] = pd.concat([self._ranked(encoder, one) for one in drawn], ignore_index=True)
+        facts["seconds"] = time.perf_counter() - started
         write_result(folder, inputs, facts, {}, {name: _writer(table) for name, table in tables.items()})
 
     def _ranked(self, encoder: Encoder, drawn: Drawn) -> pd.DataFrame:

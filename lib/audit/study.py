@@ -148,7 +148,7 @@ class _Run:
         lost = self._score(scorer, base, encoder)
         del base
         results, tables = self._results(scorer, source, skipped, lost, file)
-        return self._write(results | {"template": encoder.template}, tables)
+        return self._write(results | {"template": encoder.template}, tables, scorer.seconds(self.plan.asked))
 
     def _usable(self, file: CanaryFile, encoder: Encoder) -> tuple[list[Item], list[Skipped]]:
         items = [_for_template(item, encoder.template) for item in file.items]
@@ -274,12 +274,13 @@ class _Run:
                 )
         return notes
 
-    def _write(self, results: dict[str, Any], tables: dict[str, pd.DataFrame]) -> Result:
+    def _write(self, results: dict[str, Any], tables: dict[str, pd.DataFrame], seconds: float) -> Result:
         record = provenance(
             str(scoring.device()),
             torch.get_num_threads(),
             time.perf_counter() - self.started,
             evaluation_dtype="float32",
+            scoring_seconds=round(seconds, 1),  # of all blocks, those of earlier runs too
         )
         folder, tokens = self.params.folder, tables[TOKENS].drop(columns=["seed"], errors="ignore")
         page = report.page(results, tokens, self.inputs["parameters"], record)
@@ -293,14 +294,14 @@ class _Run:
 
 
 def told(result: Result) -> list[str]:
-    """The verdicts of an audit, a line a model, and what was skipped."""
-    lines = []
+    """The verdicts of an audit, two lines a model, and what was skipped."""
+    lines, names = [], analysis.probe_names(result.content["inputs"]["parameters"]["windows"])
     for name, found in result.values["models"].items():
         level, change = found["level"], found["change"]
-        lines.append(
-            f"{name}: level: {report.LEVELS[level['verdict']]} ({level['decided_by']}); change: {change['verdict']} "
-            f"({change['decided_by']}); {found['recalls_that_count']} of {found['canaries']} recalled"
-        )
+        lines += [
+            f"{name}: level: {report.LEVELS[level['verdict']]}, by {report.readable(level, report.READINGS)}",
+            f"{name}: change: {change['verdict']}, by {report.readable(change, names)}",
+        ]
     skipped = result.values["skipped"]
     lines += [f"line {row['line']} not audited: {row['reason']}" for row in skipped[:10]]
     return lines + ([f"... {len(skipped) - 10} more rows not audited"] if len(skipped) > 10 else [])
