@@ -79,6 +79,9 @@ for name, summary in audited.items():
     print(name, summary["disagreements"] or "no probe contradicts another, no known failure pattern holds")
     display(report.probe_table(summary, params.windows))
 
+# %% [markdown]
+# The same in margins, and where every secret stands among its decoys, on the audited model (above) and on the baseline.
+
 # %%
 for name, summary in audited.items():
     for caption, figure in report.drawings(summary, rows[rows.model == name], params.windows).items():
@@ -127,6 +130,9 @@ pd.DataFrame.from_dict(merged, orient="index").round(4) if merged else print("no
 columns = [name for name in report.COLUMNS if name in rows and rows[name].notna().any()]
 best = rows.sort_values(["nll_secret", "canary"])[columns].head(10)
 best.rename(columns=report.COLUMNS).round(4).set_index("canary")
+
+# %% [markdown]
+# Nothing is dropped silently: a row that could not be audited is listed with its line and the reason.
 
 # %%
 print(f"{len(found.values['skipped'])} of {found.values['rows']} rows of the file were not audited")

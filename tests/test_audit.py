@@ -190,19 +190,23 @@ def harness():
     return python
 
 
-def test_full_span_nll_is_the_harness_loglikelihood(worked, planted, tmp_path):
-    backbone = models.load(str(example.model_folder("smoke")))
-    texts = [
-        {"context": c, "continuation": s, "context_ids": ci, "continuation_ids": si}
-        for c, s, ci, si in strings(backbone, reader.read(planted / planting.CANARIES).items)
+@pytest.mark.parametrize(("name", "template"), [("tiny-llama", "chat"), ("tiny-gpt2", "plain")])
+def test_full_span_nll_is_the_harness_loglikelihood(name, template, tmp_path):
+    backbone, folder = saved(name, tmp_path / "model")
+    # Without a space before the secret, which the harness would take for a part of it.
+    rows = [row | {"prefix": "It is #"} for row in OWN[:2]] + [
+        CODE | {"id": "x", "prefix": "(", "secret": "blue horse"}
     ]
-    task = {"model": str(example.model_folder("smoke")), "threads": 1, "strings": texts}
+    result = study.find(audit_of(folder, tmp_path, rows, template=template, n_decoys=0))
+    names = ("context", "continuation", "context_ids", "continuation_ids")
+    read = strings(backbone, reader.read(tmp_path / "own.jsonl").items, template)
+    task = {"model": str(folder), "threads": 1, "strings": [dict(zip(names, one, strict=True)) for one in read]}
     (tmp_path / "task.json").write_text(json.dumps(task))
     script = paths.ROOT / "tests" / "benchmarks" / "harness.py"
     done = subprocess.run([harness(), script, tmp_path / "task.json", "4"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    base = [row["nll_secret_base"] for row in worked.values["canaries"]]
-    np.testing.assert_allclose(base, json.loads(done.stdout.splitlines()[-1])["nll"], atol=1e-4)
+    ours = [row["nll_secret"] for row in result.values["canaries"]]
+    np.testing.assert_allclose(ours, json.loads(done.stdout.splitlines()[-1])["nll"], atol=1e-4)
 
 
 def random_adapter(backbone, targets, folder):
