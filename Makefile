@@ -42,7 +42,7 @@ notebooks: .venv/ready
 	$(BIN)/python -m lib notebooks
 
 lint: .venv/ready
-	$(BIN)/ruff check lib tests notebooks && $(BIN)/ruff format --check lib tests
+	$(BIN)/ruff check lib tests notebooks examples && $(BIN)/ruff format --check lib tests examples
 
 clean:
 	rm -rf .venv outputs/local

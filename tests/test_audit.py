@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
+import os
 import subprocess
+import sys
 
 import numpy as np
 import pandas as pd
@@ -102,6 +104,24 @@ def test_the_plain_script_trains_every_canary_and_no_decoy(planted):
     assert table.trained.tolist() == [60] * 10 and table.masked.sum() == 0 and set(table.problem) == {""}
 
 
+def test_the_readmes_example_runs_as_written(tmp_path):
+    block = (paths.ROOT / "README.md").read_text(encoding="utf-8").partition("## Audit your own model")[2]
+    commands = [line.partition("#")[0].strip() for line in block.split("```")[1].splitlines()[1:]]
+    for command in commands:
+        if command.startswith("make"):  # what make itself would run, once the environment is there
+            shown = subprocess.run(["make", "-n", *command.split()[1:]], cwd=paths.ROOT, capture_output=True, text=True)
+            command = shown.stdout.splitlines()[-1]
+        if command.startswith("M=") or "lib fetch" in command:  # the tiny model in place of SmolLM2
+            continue
+        command = command.replace(".venv/bin/python", sys.executable).replace("$M", str(example.model_folder("smoke")))
+        command = command.replace("examples/", f"{paths.ROOT}/examples/")
+        environment = os.environ | {"PYTHONPATH": str(paths.ROOT)}
+        done = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
+    assert len(commands) == 6 and "level: " in done.stdout
+    assert (tmp_path / "mine" / "audit" / study.PAGE).exists()
+
+
 def test_merged_is_stacked_in_fp32_and_rounded_in_bf16(worked):
     merged = worked.values["models"]["adapter"]["merged"]
     assert merged["merged"]["largest_difference"] < 1e-4 and "lost" not in merged["merged"]
@@ -111,6 +131,7 @@ def test_merged_is_stacked_in_fp32_and_rounded_in_bf16(worked):
 
 def test_the_report_is_whole_in_one_file_and_its_tables_hold_a_row_a_canary(worked):
     page = (worked.folder / study.PAGE).read_text(encoding="utf-8")
+    assert "under other margins" in page and "mean normalised rank of the secrets" in page
     assert "data:image/png;base64," in page and "http" not in page.replace("http-equiv", "")
     table = worked.table(study.CANARIES)
     wanted = {

@@ -224,6 +224,11 @@ def judge(nll: pd.DataFrame, recall: pd.DataFrame, table: pd.DataFrame, rules: R
     return dataclasses.replace(first, change=verdicts.protocol_change(first.verdicts, answer, rules)), answer
 
 
+def along_margins(nll: pd.DataFrame, recall: pd.DataFrame, rules: Rules) -> dict[str, dict[float, str]]:
+    """The verdict of every NLL probe at each margin of the rules' curve, in nats of the span, by probe."""
+    return verdicts.along_margins(verdicts.probe_values(nll, recall, rules), rules).T.to_dict()
+
+
 def level(table: pd.DataFrame, evidence: Mapping[str, Any], judged: Judgement | None, rules: Rules) -> Decision:
     """The protocol's verdict on level; without a baseline the NLL counts as not below it."""
     below = judged is not None and judged.verdicts.verdict["hex"] == verdicts.STRENGTHENED
@@ -248,6 +253,7 @@ def figures_of(table: pd.DataFrame, hits: Sequence[int]) -> dict[str, Any]:
         },
         "layouts": table.layout.dropna().value_counts().to_dict(),
         "exposure": {"mean": table.exposure.mean(), "cap": table.cap.mean()},
+        "normalised_rank": table.normalised_rank.mean(),
         "named": list(table.index[table.verdict == NAMED]),
         "decoys_needed_to_name": decoys_needed(len(table)),
         "straddling": int(table.straddles.sum()),

@@ -109,6 +109,7 @@ def _card(
         "strips_say": say,
         "probes": _probes(summary["probes"], names),
         "figures": [{"alt": alt, "png": _png(figure)} for alt, figure in drawings(summary, table, windows).items()],
+        "margins": {names[probe]: list(said.items()) for probe, said in summary["margins"].items()},
         "merged": [_merged(kind, row, len(table)) for kind, row in summary["merged"].items()],
     }
 
@@ -139,6 +140,11 @@ def numbers(summary: Mapping[str, Any]) -> list[str]:
             f"{count} canaries, {several} decoys each; exposure {exposed['mean']:.2f} bits on average, where it cannot "
             f"exceed {exposed['cap']:.2f}"
         )
+        before = summary.get("normalised_rank_base")
+        against = "" if before is None else f" ({before:.3f} on the baseline)"
+        lines.append(
+            f"mean normalised rank of the secrets among their decoys: {summary['normalised_rank']:.3f}{against}"
+        )
         lines.append(_ranks(summary["evidence"]))
     else:
         lines.append(f"{count} canaries, no decoys: no exposure, and no rank")
@@ -159,9 +165,9 @@ def numbers(summary: Mapping[str, Any]) -> list[str]:
 def _ranks(evidence: Mapping[str, Any]) -> str:
     if evidence["reads"] == "nothing":
         return "ranks among decoys decide nothing here: no secret's generator is stated, and no baseline corrects them"
-    line = f"mean normalised {evidence['reads']} among {evidence['canaries']} canaries' decoys: {evidence['mean']:.3f}"
+    line = f"evidence from ranks: mean normalised {evidence['reads']}, {evidence['canaries']} canaries"
     if "low" in evidence:
-        line += f" (95 % interval {evidence['low']:.3f} to {evidence['high']:.3f}; 0.5 is chance)"
+        line += f", 95 % interval {evidence['low']:.3f} to {evidence['high']:.3f} (0.5 is chance)"
     if evidence["p_value"] is not None:
         return f"{line}; p = {evidence['p_value']:.2g}"
     return f"{line}; a rank and no p-value, since no secret's generator is stated"

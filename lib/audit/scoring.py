@@ -1,6 +1,5 @@
 """Models scored block by block: each block's tables are kept as they are done, in batches that fit into free memory."""
 
-import functools
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from lib import adapters, exposure, models, precision, probes
+from lib import adapters, exposure, precision, probes
 from lib.audit import decoys
 from lib.audit.decoys import Drawn, Source
 from lib.audit.reader import Item
@@ -40,27 +39,23 @@ class Asked:
     """One model to score: ``model`` alone, or with an ``adapter`` beside its weights or merged into them.
 
     ``kind``: ``alone``, ``stacked``, ``merged`` (in fp32), or ``merged_bf16`` (into weights rounded to bf16, read in
-    fp32). ``with_decoys`` says whether it is asked for decoys, too.
+    fp32). ``revision`` identifies the weights behind ``model``; ``with_decoys`` says whether it is asked for decoys, too.
     """
 
     name: str
     model: str
+    revision: str
     adapter: Path | None = None
     kind: str = "alone"
     with_decoys: bool = True
 
     def identity(self) -> dict[str, Any]:
         """What its scores depend on, files by checksum."""
-        found = {"model": _identity(self.model), "kind": self.kind}
+        found = {"model": self.revision, "kind": self.kind}
         if self.adapter is not None:
             found["adapter"] = sha256(self.adapter / "adapter_model.safetensors")
             found["adapter_config"] = sha256(self.adapter / "adapter_config.json")
         return found
-
-
-@functools.cache
-def _identity(model: str) -> str:
-    return models.identity(model)
 
 
 def device() -> torch.device:

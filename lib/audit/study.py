@@ -86,25 +86,26 @@ def plan(params: Audit) -> Plan:
         adapters.check_folder(folder)
     names = [folder.name for folder in folders]
     names = names if len(set(names)) == len(names) else list(params.adapter)
-    audited = [Asked(n, params.model, f, "stacked") for n, f in zip(names, folders, strict=True)]
+    own = (params.model, models.identity(params.model))
+    audited = [Asked(n, *own, f, "stacked") for n, f in zip(names, folders, strict=True)]
     merged = [
-        Asked(f"{n}, {kind}", params.model, f, kind, with_decoys=False)
+        Asked(f"{n}, {kind}", *own, f, kind, with_decoys=False)
         for n, f in zip(names, folders, strict=True)
         for kind in ("merged", "merged_bf16")
     ]
     if not audited:
-        audited = [Asked(Path(params.model).name, params.model)]
-    return Plan(tuple(audited), _baseline(params), tuple(merged))
+        audited = [Asked(Path(params.model).name, *own)]
+    return Plan(tuple(audited), _baseline(params, own), tuple(merged))
 
 
-def _baseline(params: Audit) -> Asked | None:
+def _baseline(params: Audit, own: tuple[str, str]) -> Asked | None:
     given = params.baseline
     if given is None:
-        return Asked(BASELINE, params.model) if params.adapter else None
+        return Asked(BASELINE, *own) if params.adapter else None
     if (Path(given) / "adapter_config.json").exists():
         adapters.check_folder(Path(given))
-        return Asked(BASELINE, params.model, Path(given), "stacked")
-    return Asked(BASELINE, given)
+        return Asked(BASELINE, *own, Path(given), "stacked")
+    return Asked(BASELINE, given, models.identity(given))
 
 
 def run(params: Audit) -> Result:
@@ -252,6 +253,7 @@ class _Run:
             "level": dataclasses.asdict(analysis.level(table, evidence, judged, self.rules)),
             "change": self._untested() if judged is None else dataclasses.asdict(judged.change),
             "probes": {} if judged is None else judged.verdicts.T.to_dict(),
+            "margins": {} if judged is None else analysis.along_margins(nll, recall, self.rules),
             "disagreements": [] if judged is None else analysis.disagreements(judged, self.rules, names),
             "decoys_say": answer,
             "evidence": evidence,
