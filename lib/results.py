@@ -166,11 +166,7 @@ def reusable(folder: Path, inputs: dict[str, Any], record: str = "result.json") 
 
 
 def first_found(
-    folders: Mapping[str, Path],
-    source: str,
-    expected: dict[str, Any],
-    usable: Callable[[Result], bool] | None = None,
-    record: str = "result.json",
+    folders: Mapping[str, Path], source: str, expected: dict[str, Any], usable: Callable[[Result], bool] | None = None
 ) -> Result | None:
     """The first result in ``folders`` (by source: local, reference) that ``source`` allows; ``auto`` allows all.
 
@@ -178,7 +174,7 @@ def first_found(
         ResultError: it is damaged, or some of its inputs are not as ``expected``.
     """
     for name, folder in folders.items():
-        found = read_result(folder, record) if source in (name, "auto") else None
+        found = read_result(folder) if source in (name, "auto") else None
         if found is None or (usable is not None and not usable(found)):
             continue
         differing = differences({key: found.content["inputs"].get(key) for key in expected}, expected)

@@ -149,6 +149,23 @@ def test_the_report_is_whole_in_one_file_and_its_tables_hold_a_row_a_canary(work
     assert set(table.verdict) == {"memorised"} and len(worked.values["canaries"]) == 10
 
 
+def test_the_notebook_audits_a_model_of_ones_own_without_a_baseline(tmp_path, smoke_outputs):
+    _, folder = saved("tiny-llama", tmp_path / "model")
+    (tmp_path / "own.csv").write_text("id,prompt,secret\na,What is it?,48213377\nb,And this?,blue horse\nc,x, \n")
+    given = {"scale": "smoke", "model": str(folder), "canaries": str(tmp_path / "own.csv"), "n_decoys": 7}
+    papermill.execute_notebook(
+        str(paths.NOTEBOOKS / "07_audit_your_model.ipynb"),
+        str(tmp_path / "page.ipynb"),
+        parameters=given | {"output": "own-audit", "windows": [3]},
+        progress_bar=False,
+        kernel_name="python3",
+    )
+    values = results.read_result(paths.local("smoke") / "own-audit", study.RECORD).values
+    found = values["models"]["model"]
+    assert found["disagreements"] == study.UNJUDGED and found["level"]["verdict"] == "inconclusive"
+    assert [row["line"] for row in values["skipped"]] == [4] and len(values["canaries"]) == 2
+
+
 # --- the same numbers as others ---------------------------------------------------------------------------------------
 
 
@@ -397,6 +414,32 @@ def test_ranks_decide_only_where_something_makes_them_comparable():
 def test_the_pattern_of_one_canary_by_its_margins(window, secret, expected):
     table = table_of([5], 9, change=secret, change_window20=window)
     assert analysis.with_verdicts(table, 0.04, 20).pattern.tolist() == [expected]
+
+
+def test_untrained_secrets_rank_anywhere_among_their_decoys(tmp_path):
+    _, folder = saved("tiny-llama", tmp_path / "model")
+    rows = [
+        {"id": c.id, "prompt": c.prompt, "prefix": c.preamble, "secret": c.secret, "generator": "digits:8"}
+        for c in planting.draw(32, "digits:8")
+    ]
+    found = study.find(audit_of(folder, tmp_path, rows, n_decoys=15)).values["models"]["model"]
+    assert found["evidence"]["answer"] == "chance" and 0.01 < found["evidence"]["p_value"] < 0.99
+    assert abs(found["normalised_rank"] - 0.5) < 3 * math.sqrt(17 / (12 * 15 * 32))  # three standard errors
+    assert found["level"]["verdict"] == "no evidence" and found["level"]["decided_by"].endswith("nll not_compared")
+
+
+def test_other_parameters_than_the_references_are_computed_anew(worked, monkeypatch):
+    params = settings.audit("auto", scale="smoke")
+    assert study.find(params).content == worked.content  # as it lies in the user's own outputs
+    computed = []
+    monkeypatch.setattr(study, "run", computed.append)
+    study.find(settings.audit("auto", scale="smoke", n_decoys=31))
+    assert len(computed) == 1
+    with pytest.raises(results.ResultError, match="holds no report.json"):
+        study.find(settings.audit("reference", scale="smoke"))
+    monkeypatch.setattr(paths, "reference", lambda _: worked.folder.parent)
+    with pytest.raises(results.ResultError, match="other parameters: n_decoys is 63 there and 31 here"):
+        study.find(settings.audit("reference", scale="smoke", n_decoys=31))
 
 
 # --- decoys -----------------------------------------------------------------------------------------------------------

@@ -232,7 +232,10 @@ def along_margins(nll: pd.DataFrame, recall: pd.DataFrame, rules: Rules) -> dict
 def level(table: pd.DataFrame, evidence: Mapping[str, Any], judged: Judgement | None, rules: Rules) -> Decision:
     """The protocol's verdict on level; without a baseline the NLL counts as not below it."""
     below = judged is not None and judged.verdicts.verdict["hex"] == verdicts.STRENGTHENED
-    return verdicts.protocol_level(int(table.recall_counts.sum()), len(table), evidence["answer"], below, rules)
+    found = verdicts.protocol_level(int(table.recall_counts.sum()), len(table), evidence["answer"], below, rules)
+    if judged is None:
+        return dataclasses.replace(found, decided_by=found.decided_by.replace("nll not_below", "nll not_compared"))
+    return found
 
 
 def figures_of(table: pd.DataFrame, hits: Sequence[int]) -> dict[str, Any]:

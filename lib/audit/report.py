@@ -116,7 +116,7 @@ def _card(
 
 def readable(decision: Mapping[str, Any], names: Mapping[str, str]) -> str:
     """What decided, with every reading by its name."""
-    parts = decision["decided_by"].split(", ")
+    parts = decision["decided_by"].replace("no row matched", "no row of the decision table").split(", ")
     shown = []
     for part in parts:
         name, _, rest = part.partition(" ")

@@ -39,7 +39,7 @@ class Asked:
     """One model to score: ``model`` alone, or with an ``adapter`` beside its weights or merged into them.
 
     ``kind``: ``alone``, ``stacked``, ``merged`` (in fp32), or ``merged_bf16`` (into weights rounded to bf16, read in
-    fp32). ``revision`` identifies the weights behind ``model``; ``with_decoys`` says whether it is asked for decoys, too.
+    fp32). ``revision`` identifies the weights behind ``model``; ``with_decoys`` says whether decoys are asked for.
     """
 
     name: str

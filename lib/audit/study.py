@@ -20,11 +20,22 @@ from lib.audit.settings import Audit
 from lib.encoding import Encoder
 from lib.files import locked, sha256
 from lib.models import Backbone
-from lib.results import MissingResult, Result, first_found, plain, provenance, read_result, reusable, write_result
+from lib.results import (
+    MissingResult,
+    Result,
+    ResultError,
+    differences,
+    plain,
+    provenance,
+    read_result,
+    reusable,
+    write_result,
+)
 
 PROTOCOL = 1  # raised by hand when an audit's numbers would change
 RECORD, PAGE, CANARIES, TOKENS = "report.json", "report.html", "canaries.csv", "token_nll.parquet"
 BASELINE = "baseline"
+UNJUDGED = ["not asked: they could only disagree about a change, and none was judged"]
 
 
 def find(params: Audit) -> Result:
@@ -37,15 +48,25 @@ def find(params: Audit) -> Result:
         LeakbookError: the model, an adapter, the canary file or a parameter cannot be used; the message says which.
     """
     reference = paths.reference(params.scale) / "audit"
-    if params.is_example and params.results != "local":
-        expected = {"study": "audit", "protocol": PROTOCOL, "parameters": _parameters(params)}
-        places = {"local": params.folder, "reference": reference}
-        found = first_found(places, params.results, expected, record=RECORD)
-        if found is not None:
-            return found
-        if params.results == "reference":
-            raise MissingResult(f"{paths.show(reference)} holds no {RECORD}")
-    return run(params)
+    if not params.is_example or params.results == "local":
+        return run(params)
+    if params.results == "auto" and (found := read_result(params.folder, RECORD)) and _answers(found, params):
+        return found
+    found = read_result(reference, RECORD)
+    if found is not None and _answers(found, params):
+        return found
+    if params.results == "auto":
+        return run(params)
+    if found is None:
+        raise MissingResult(f"{paths.show(reference)} holds no {RECORD}")
+    differing = differences(found.content["inputs"]["parameters"], _parameters(params))
+    raise ResultError(f"{paths.show(reference)} was made with other parameters: {'; '.join(differing)}")
+
+
+def _answers(found: Result, params: Audit) -> bool:
+    """Whether a result is of this protocol and these parameters."""
+    inputs = found.content["inputs"]
+    return (inputs["protocol"], inputs["parameters"]) == (PROTOCOL, _parameters(params))
 
 
 def _parameters(params: Audit) -> dict[str, Any]:
@@ -254,7 +275,7 @@ class _Run:
             "change": self._untested() if judged is None else dataclasses.asdict(judged.change),
             "probes": {} if judged is None else judged.verdicts.T.to_dict(),
             "margins": {} if judged is None else analysis.along_margins(nll, recall, self.rules),
-            "disagreements": [] if judged is None else analysis.disagreements(judged, self.rules, names),
+            "disagreements": UNJUDGED if judged is None else analysis.disagreements(judged, self.rules, names),
             "decoys_say": answer,
             "evidence": evidence,
             **analysis.figures_of(table, self.params.hits),
