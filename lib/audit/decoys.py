@@ -130,9 +130,9 @@ def draw(
     canary = item.canary
     own = encoder.encode([canary])[0]
     rng = np.random.default_rng([seed, 2, *canary.id.encode()])
-    seen, alike, free = {canary.secret, *planted}, [], []
+    seen, alike, free = {canary.secret}, [], []
     for number, chunk in enumerate(source.candidates(item, rng), 1):
-        fresh = [secret for secret in dict.fromkeys(chunk) if secret not in seen]
+        fresh = [secret for secret in dict.fromkeys(chunk) if secret not in seen and secret not in planted]
         seen.update(fresh)
         free += _rows(encoder, canary, fresh[: max(0, count - len(free))])
         rows = _rows(encoder, canary, _alike(encoder, canary, fresh))

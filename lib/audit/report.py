@@ -148,18 +148,23 @@ def numbers(summary: Mapping[str, Any]) -> list[str]:
         lines.append(_ranks(summary["evidence"]))
     else:
         lines.append(f"{count} canaries, no decoys: no exposure, and no rank")
-    secret = summary["probes"].get("hex")
-    if secret and secret["low"] is not None:
-        lines.append(
-            f"NLL of the secret: {summary['nll_secret']:.2f} nats, {summary['nll_secret_base']:.2f} on the baseline; "
-            f"change {secret['estimate']:+.3f} nats a token "
-            f"(95 % interval {secret['low']:+.3f} to {secret['high']:+.3f})"
-        )
+    lines += _secret(summary)
     named = summary["named"]
     if named:
         more = f" and {len(named) - 10} more" if len(named) > 10 else ""
         lines.append(f"named by their rank alone (Holm, {100 * LEVEL:.0f} %): {', '.join(named[:10])}{more}")
     return lines
+
+
+def _secret(summary: Mapping[str, Any]) -> list[str]:
+    """The NLL of the secret before and after, where a change was judged."""
+    secret = summary["probes"].get("hex")
+    if not secret or secret["low"] is None:
+        return []
+    return [
+        f"NLL of the secret: {summary['nll_secret']:.2f} nats, {summary['nll_secret_base']:.2f} on the baseline; "
+        f"change {secret['estimate']:+.3f} nats a token (95 % interval {secret['low']:+.3f} to {secret['high']:+.3f})"
+    ]
 
 
 def _ranks(evidence: Mapping[str, Any]) -> str:
@@ -175,7 +180,6 @@ def _ranks(evidence: Mapping[str, Any]) -> str:
 
 def limits(summary: Mapping[str, Any], table: pd.DataFrame) -> list[str]:
     """What the verdicts leave open, in sentences that follow from the numbers."""
-    count, drawn = summary["canaries"], summary["decoys"]
     found = [
         "other wordings, longer prompts and sampling were not asked: teacher forcing and greedy decoding were",
         "one training is one training: intervals are over canaries, and another run may differ",
@@ -186,20 +190,6 @@ def limits(summary: Mapping[str, Any], table: pd.DataFrame) -> list[str]:
         found.append("without a baseline no change is judged, and a learned format cannot be told from nothing learned")
     if summary["change"]["decided_by"] == "one canary":
         found.append("one canary is no group: change is not judged, and its level rests on this canary alone")
-    if drawn["canaries"] and drawn["least"] < summary["decoys_needed_to_name"]:
-        found.append(
-            f"no single canary can be named by its rank: {count} canaries take {summary['decoys_needed_to_name']} "
-            f"decoys each, and {drawn['least']:.0f} end exposure at {math.log2(drawn['least'] + 1):.2f} bits"
-        )
-    unstated = int((~table.exchangeable.astype(bool)).sum())
-    if unstated and drawn["canaries"]:
-        found.append(
-            f"ranks of {unstated} of {count} canaries are no p-values: no generator of the secret is stated, or too "
-            "few decoys have its tokens"
-        )
-    free = summary["layouts"].get("free", 0)
-    if free:
-        found.append(f"decoys of {free} canaries have other numbers of tokens than their secret, which shifts ranks")
     if summary["straddling"]:
         found.append(
             f"{summary['straddling']} secrets share a token with the text around them: it is read as the secret's, and "
@@ -210,8 +200,28 @@ def limits(summary: Mapping[str, Any], table: pd.DataFrame) -> list[str]:
             f"{summary['too_short']} secrets hold fewer than {summary['bits_needed']:.1f} bits: saying one may be a "
             "guess, and is not counted as recall"
         )
+    return found + (_rank_limits(summary, table) if summary["decoys"]["canaries"] else [])
+
+
+def _rank_limits(summary: Mapping[str, Any], table: pd.DataFrame) -> list[str]:
+    """What ranks among decoys cannot say here."""
+    count, drawn, found = summary["canaries"], summary["decoys"], []
+    if drawn["least"] < summary["decoys_needed_to_name"]:
+        found.append(
+            f"no single canary can be named by its rank: {count} canaries take {summary['decoys_needed_to_name']} "
+            f"decoys each, and {drawn['least']:.0f} end exposure at {math.log2(drawn['least'] + 1):.2f} bits"
+        )
+    unstated = int((~table.exchangeable.astype(bool)).sum())
+    if unstated:
+        found.append(
+            f"ranks of {unstated} of {count} canaries are no p-values: no generator of the secret is stated, or too "
+            "few decoys have its tokens"
+        )
+    free = summary["layouts"].get("free", 0)
+    if free:
+        found.append(f"decoys of {free} canaries have other numbers of tokens than their secret, which shifts ranks")
     base = summary.get("normalised_rank_base")
-    if base is not None and abs(base - 0.5) > 0.25 and drawn["canaries"]:
+    if base is not None and abs(base - 0.5) > 0.25:
         found.append(f"on the baseline already the secrets' mean normalised rank is {base:.2f}: decoys are unlike them")
     return found
 

@@ -138,10 +138,7 @@ class Scorer:
         nll, recall = shrinking(lambda size: answers(encoder, rows, size), fitting(encoder.backbone, longest, longest))
         tables, facts = {NLL: nll, RECALL: recall}, {}
         if asked.with_decoys and self.count:
-            drawn = [
-                decoys.draw(encoder, self.source, item, self.count, self.seed, self.planted - {item.canary.secret})
-                for item in items
-            ]
+            drawn = [decoys.draw(encoder, self.source, item, self.count, self.seed, self.planted) for item in items]
             facts["layout"] = {one.decoys.canary: one.layout for one in drawn}
             tables[DECOYS] = pd.concat([self._ranked(encoder, one) for one in drawn], ignore_index=True)
         facts["seconds"] = time.perf_counter() - started

@@ -1,6 +1,7 @@
 """An audit from parameters to its report: what is there is used again, what is missing is scored."""
 
 import dataclasses
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from lib.audit.settings import Audit
 from lib.encoding import Encoder
 from lib.files import locked, sha256
 from lib.models import Backbone
+from lib.pictures import picture
 from lib.results import (
     MissingResult,
     Result,
@@ -136,18 +138,28 @@ def run(params: Audit) -> Result:
         as :func:`find`.
     """
     given = example.own(params) if params.is_example else params
-    planned = plan(given)
+    file, planned = reader.read(given.canaries), plan(given)
     inputs = {"study": "audit", "protocol": PROTOCOL, "parameters": _parameters(params)}
     inputs |= {"models": {asked.name: asked.identity() for asked in planned.asked}}
+    inputs |= {"pictures": _pictures(file)}
     inputs |= {"canaries": _checksum(given.canaries), "decoys": _checksum(given.decoys), "rules": rules.load_verdicts()}
     with locked(params.folder):
-        return reusable(params.folder, inputs, RECORD) or _Run(params, given, planned, inputs).result()
+        return reusable(params.folder, inputs, RECORD) or _Run(params, given, planned, inputs).result(file)
 
 
 def _checksum(name: str) -> str:
     """A file by its content, anything else by its name."""
     path = Path(name)
     return sha256(path) if path.is_file() else name
+
+
+def _pictures(file: CanaryFile) -> str | None:
+    """SHA-256 over the pictures of a file's canaries, which it only names; None where there is none."""
+    names = sorted({item.canary.image for item in file.items if item.canary.image is not None})
+    digest = hashlib.sha256()
+    for name in names:
+        digest.update(picture(name).tobytes())
+    return digest.hexdigest() if names else None
 
 
 class _Run:
@@ -158,8 +170,9 @@ class _Run:
         self.rules = analysis.audit_rules(inputs["rules"], params.windows)
         self.started = time.perf_counter()
 
-    def result(self) -> Result:
-        file, source = reader.read(self.given.canaries), Source(self.given.decoys)
+    def result(self, file: CanaryFile) -> Result:
+        """Score what is missing, judge it, and write the report as the last act."""
+        source = Source(self.given.decoys)
         base = models.load(self.given.model, device=scoring.device())
         for asked in self.plan.asked:
             if asked.adapter is not None:
@@ -184,7 +197,7 @@ class _Run:
 
     def _scorer(self, items: Sequence[Item], source: Source, encoder: Encoder) -> Scorer:
         data = {"protocol": PROTOCOL, "canaries": self.inputs["canaries"], "lines": _ranges([i.line for i in items])}
-        data["decoys"] = {"source": self.inputs["decoys"]}
+        data |= {"pictures": self.inputs["pictures"], "decoys": {"source": self.inputs["decoys"]}}
         folder = self.params.folder.with_name(f"{self.params.folder.name}-parts")
         return Scorer(items, source, self.params.n_decoys, self.params.seed, encoder.template, folder, data)
 
@@ -344,7 +357,7 @@ def check_planted(
     planted = frozenset(item.canary.secret for item in items)
     drawn = {}
     for item in scoring.usable(items, encoder)[0]:
-        found = draw(encoder, source, item, n_decoys, 0, planted - {item.canary.secret}).decoys
+        found = draw(encoder, source, item, n_decoys, 0, planted).decoys
         drawn[item.canary.id] = [row.canary.secret for row in found.rows[1:]]
     rows = planting.read_tokenised(tokenised)
     return planting.check([item.canary for item in items], backbone.tokenizer, rows, drawn)
