@@ -70,18 +70,25 @@ def check_folder(adapter: Path) -> None:
     """Refuse a folder that is no adapter of peft in safetensors.
 
     Raises:
-        AdapterError: naming the file that is missing.
+        AdapterError: naming the file that is missing or unreadable.
     """
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (Path(adapter) / name).exists():
             raise AdapterError(f"{adapter} has no {name}: expected a folder that peft's save_pretrained wrote")
+    made_for(adapter)
 
 
 def made_for(adapter: Path) -> str | None:
-    """What an adapter's own configuration says its base model was."""
-    return json.loads((Path(adapter) / "adapter_config.json").read_text(encoding="utf-8")).get(
-        "base_model_name_or_path"
-    )
+    """What an adapter's own configuration says its base model was.
+
+    Raises:
+        AdapterError: the configuration is not a JSON object.
+    """
+    file = Path(adapter) / "adapter_config.json"
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        raise AdapterError(f"{file} cannot be read ({error}): expected a JSON object") from error
 
 
 def check_adapter(adapter: Path, backbone: Backbone) -> None:

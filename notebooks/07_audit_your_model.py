@@ -95,7 +95,7 @@ for name, summary in audited.items():
 # ## Token by token
 #
 # The change of the NLL of every canary at every position of its target; up to forty canaries. Blue is better known than by the
-# baseline; the line is where the window ends, the frame holds the secret.
+# baseline; the line is where the window ends, the bar above marks where secrets lie.
 
 # %%
 tokens = found.table(study.TOKENS)

@@ -577,6 +577,7 @@ def test_one_adapter_may_be_given_by_its_name_alone():
             "has no adapter_model",
         ),
         (lambda folder: (folder / "adapter_config.json").unlink(), "has no adapter_config.json"),
+        (lambda folder: (folder / "adapter_config.json").write_text("[]"), "adapter_config.json cannot be read"),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x"), "cannot be read"),
     ],
 )
@@ -587,6 +588,23 @@ def test_adapters_that_are_none_are_refused_before_any_scoring(tmp_path, break_i
     monkeypatch.setattr(probes, "token_nll", None)
     with pytest.raises(LeakbookError, match=message):
         study.find(audit_of(folder, tmp_path, adapter=(str(adapter),)))
+
+
+def test_a_model_in_pickles_is_refused(tmp_path):
+    _, folder = saved("tiny-llama", tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(LeakbookError, match="holds no safetensors weights .found pytorch_model.bin."):
+        study.find(audit_of(folder, tmp_path))
+
+
+def test_an_adapter_that_names_another_base_is_audited_with_a_note(tmp_path):
+    backbone, folder = saved("tiny-llama", tmp_path / "model")
+    adapter = random_adapter(backbone, ["q_proj"], tmp_path / "random")
+    config = adapter / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "somebody/else"}))
+    result = study.find(audit_of(folder, tmp_path, adapter=(str(adapter),), n_decoys=0))
+    assert "adapter random says it was trained on else" in result.values["notes"][0]
+    assert "says it was trained on else" in (result.folder / study.PAGE).read_text()
 
 
 def test_an_adapter_or_a_baseline_of_another_model_is_refused(tmp_path, monkeypatch):
