@@ -281,6 +281,20 @@ def test_several_adapters_are_audited_each_against_another_adapter(tmp_path):
     assert found["mean_change"] == 0 and found["change"]["verdict"] == "unchanged"
 
 
+def test_a_baseline_may_be_another_model_of_the_same_tokenizer(tmp_path):
+    backbone, folder = saved("tiny-llama", tmp_path / "model")
+    _, other = saved("tiny-llama", tmp_path / "earlier")
+    adapter = random_adapter(backbone, ["q_proj"], tmp_path / "random")
+    given = {"adapter": (str(adapter),), "n_decoys": 3}
+    default = study.find(audit_of(folder, tmp_path, **given)).values
+    against = study.find(
+        audit_of(folder, tmp_path, baseline=str(other), output=str(tmp_path / "other"), **given)
+    ).values
+    assert default["canaries"] == against["canaries"] and default["models"] == against["models"]
+    alone = study.find(audit_of(folder, tmp_path, baseline=str(other), output=str(tmp_path / "alone"), n_decoys=3))
+    assert alone.values["models"]["model"]["change"]["verdict"] == "unchanged"
+
+
 # --- work that is stopped, memory, many canaries ----------------------------------------------------------------------
 
 
@@ -567,6 +581,13 @@ def test_parameters_are_checked_before_any_work(given, message):
 def test_one_adapter_may_be_given_by_its_name_alone():
     params = settings.from_notebook({"model": "tiny-llama", "adapter": "a", "canaries": "c.csv"})
     assert params.adapter == ("a",) and params.folder == paths.local("laptop") / "audit"
+
+
+def test_in_plain_text_white_space_before_the_answer_belongs_to_it():
+    moved = study._for_template(
+        Item(Canary("a", "text", "The code is  ", "", "77", ".", None), 1, None), "plain"
+    ).canary
+    assert (moved.prompt, moved.preamble, moved.target) == ("The code is", "  ", "  77.")
 
 
 @pytest.mark.parametrize(
