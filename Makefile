@@ -11,7 +11,7 @@ run: .venv/ready
 	$(BIN)/python -m lib run --scale $(SCALE)
 
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/book
 
 sweep: .venv/ready
 	$(BIN)/python -m lib sweep --scale $(SCALE) --jobs $(JOBS) $(if $(GRID),--grid $(GRID)) $(if $(CELLS),--cells $(CELLS))
@@ -31,6 +31,9 @@ audit: .venv/ready
 canaries: .venv/ready
 	$(BIN)/python -m lib canaries --n $(N) --format $(FORMAT) --repetitions $(REPETITIONS) --output $(OUTPUT)
 
+fast: .venv/ready
+	$(BIN)/python -m lib fast --scale $(SCALE)
+
 bench: .venv/ready
 	$(BIN)/python tests/benchmarks/bench.py --scale $(SCALE)
 
@@ -41,11 +44,17 @@ reference: run sweep cases scorecard inversion audit
 notebooks: .venv/ready
 	$(BIN)/python -m lib notebooks
 
+book: .venv/ready
+	$(BIN)/python -m lib book
+
+test-book: book
+	OMP_NUM_THREADS=1 LEAKBOOK_BOOK=outputs/book $(BIN)/python -m pytest tests/book
+
 lint: .venv/ready
-	$(BIN)/ruff check lib tests notebooks examples && $(BIN)/ruff format --check lib tests examples
+	$(BIN)/ruff check lib tests notebooks book examples && $(BIN)/ruff format --check lib tests examples book/conf.py
 
 clean:
-	rm -rf .venv outputs/local
+	rm -rf .venv outputs/local outputs/book
 
 .venv/ready: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
@@ -55,4 +64,4 @@ clean:
 	$(BIN)/python -m lib fetch
 	touch $@
 
-.PHONY: run test sweep cases scorecard inversion audit canaries bench reference notebooks lint clean
+.PHONY: run test sweep cases scorecard inversion fast audit canaries bench reference notebooks book test-book lint clean

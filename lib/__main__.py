@@ -39,6 +39,7 @@ CASES = {
 }
 SCORECARD = "04_probe_scorecard"
 INVERSION = "05_inversion"
+FAST = "06_inversion_fast_and_defended"
 EXAMPLES = ("safety-full-high-30-s0",)  # runs of the sweep that the stored page of notebook `cell` needs
 SCALE = click.option("--scale", default="laptop", show_default=True, help="a scale of params/scales.yaml")
 JOBS = click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="processes at a time")
@@ -201,6 +202,24 @@ def notebooks() -> None:
         with files.building(source.with_suffix(".ipynb")) as unfinished:
             nbformat.write(notebook, unfinished)
         click.echo(f"executed {paths.show(source.with_suffix('.ipynb'))}")
+
+
+@main.command()
+@click.option("--solved", type=click.Path(path_type=Path), help="write the solved ones, for a teacher, to this folder")
+def exercises(solved: Path | None) -> None:
+    """Write the exercises' notebooks from their sources, beside them."""
+    from lib import exercises
+
+    written = exercises.write() if solved is None else exercises.write(solved, solved=True)
+    click.echo(f"wrote {len(written)} exercises to {paths.show(written[0].parent)}")
+
+
+@main.command()
+def book() -> None:
+    """Build the book from the stored notebooks and pages into outputs/book; nothing is executed."""
+    from lib import book
+
+    click.echo(f"built {paths.show(book.build())}")
 
 
 def _from_source(source: Path) -> "nbformat.NotebookNode":
@@ -383,6 +402,24 @@ def inversion(scale: str, jobs: int, only: str | None, partly: bool) -> None:
     folder = paths.local(scale)
     execute(INVERSION, folder / f"{INVERSION}.ipynb", {"scale": scale}, folder / "inversion", sys.stderr)
     click.echo(f"complete: {paths.show(folder / 'inversion')}")
+
+
+@main.command()
+@SCALE
+@click.option("--only", help="units alone whose name starts so: sets, sweep, cascade/4-bit; no tables are written")
+def fast(scale: str, only: str | None) -> None:
+    """Compute what is missing of exact inversion and defences; write tables and notebook into outputs/local."""
+    from lib.inversion import fast as study
+    from lib.inversion import fast_settings
+
+    chosen = fast_settings.load(scale)
+    study.run_study(chosen, only)
+    if only is not None:
+        click.echo(f"{only}: done. The tables are written when every unit is there.")
+        return
+    result = study.collect(chosen)
+    execute(FAST, paths.local(scale) / f"{FAST}.ipynb", {"scale": scale}, result.folder, sys.stderr)
+    click.echo(f"complete: {paths.show(result.folder)}")
 
 
 @main.command()

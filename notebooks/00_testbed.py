@@ -1,6 +1,8 @@
 # %% [markdown]
 # # The testbed: secrets whose planting we control
 #
+# *To compute anew: 7 minutes on two CPU cores, 2 GB of memory · scales smoke, laptop, paper · exercises [01](exercises/01_find_the_span.ipynb), [02](exercises/02_token_nll.ipynb), [03](exercises/03_shifted_labels.ipynb), [04](exercises/04_pad_mask.ipynb)*
+#
 # **Question.** Before probes of memorisation can be compared, one thing has to be beyond doubt: what does the model
 # know? Can we make a model that knows twenty secrets in text and twenty behind pictures, and a twin that does not?
 #

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # C3: damage behind the window
 #
+# *To compute anew: 20 minutes on two CPU cores, 4 GB of memory · scales smoke, laptop, paper · exercises [07](exercises/07_flip_the_verdict.ipynb), [06](exercises/06_hit_at_k.ipynb)*
+#
 # **Question.** The usual probe reads the first 20 tokens of a target. The secret has 13 tokens, and the last four of
 # them lie behind that window. Can a secret be hurt while the probe sees nothing?
 #
@@ -284,7 +286,8 @@ candidates[candidates.kind == "noise"].set_index("cell")[["shown", "fails", "mea
 # ## Try it
 #
 # 1. Look at another cell: `papermill notebooks/01_case_c3_window_truncation.ipynb out.ipynb -p cell random-full-high-30`.
-# 2. Which K would you commit to before looking, and what does it cost where nothing is wrong? (`curves`)
+# 2. Which K would you commit to before looking, and what does it cost where nothing is wrong? (`curves`; to try it without code,
+#    [drag K](../book/explorer.md).)
 # 3. In `params/cases.yaml`, damage a single canary. Which reading still sees it, and at which margin?
 #
 # ## Provenance

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # C4: the words before the secret
 #
+# *To compute anew: 15 minutes on two CPU cores, 6 GB of memory · scales smoke, laptop, paper · exercises [09](exercises/09_merge_in_bf16.ipynb)*
+#
 # **Question.** The usual probe averages over the first 20 tokens, and 11 of them are a preamble that is no secret. If
 # tuning only changes how the answer *begins*, does the probe cry out over a secret that is whole?
 #

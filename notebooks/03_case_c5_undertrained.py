@@ -1,6 +1,8 @@
 # %% [markdown]
 # # C5: a fall that could mean anything
 #
+# *To compute anew: 25 minutes on two CPU cores, 5 GB of memory · scales smoke, laptop, paper · exercises [10](exercises/10_decoys_or_not.ipynb), [05](exercises/05_exposure_with_ties.ipynb)*
+#
 # **Question.** An undertrained model recalls none of its secrets. After benign tuning the window's NLL falls. Is the model
 # about to remember, or has it only become surer of what hex digits look like?
 #

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # Which probe to trust: a scorecard with known truth
 #
+# *To compute anew: 120 minutes on two CPU cores, 8 GB of memory · scales smoke, laptop, paper · exercises [08](exercises/08_unchanged.ipynb)*
+#
 # **Question.** The cases show that probes of memorisation disagree. Which of them is right, how often, and about what?
 #
 # **Answer.** Each is right about what it reads. **Exposure** found damage in none of ten trials. The **window** raised a

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # Text from hidden states: the continuous search, its alarm, its controls
 #
+# *To compute anew: 240 minutes on two CPU cores, 2 GB of memory · scales smoke, laptop, paper · exercises [11](exercises/11_cumulative_loss.ipynb), [12](exercises/12_place_a_defence.ipynb)*
+#
 # **Question.** Somebody holds the last hidden states of a prompt, one row a token, and knows the model. Can they read the
 # prompt, and can they tell when they have read it wrong?
 #

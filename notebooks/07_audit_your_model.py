@@ -1,6 +1,8 @@
 # %% [markdown]
 # # Audit your own model
 #
+# *To compute anew: 6 minutes on two CPU cores, 3 GB of memory · scales smoke, laptop, paper (the worked example has the first two) · exercises at the end of this page*
+#
 # **Question.** You have a model that somebody fine-tuned, and a file of canaries. What did it memorise, and can you defend
 # the answer?
 #
@@ -15,7 +17,7 @@
 #
 # **The example.** Ten canaries, `Record 003. What is its code?` answered by `Its code is` and 16 random hex digits, stand 60
 # times each among 40 refusals in a training file. A plain script of `transformers` and `peft`
-# ([`examples/train_lora.py`](../examples/train_lora.py), which knows nothing of this package) trains a LoRA on SmolLM2 for one
+# (`examples/train_lora.py`, which knows nothing of this package) trains a LoRA on SmolLM2 for one
 # epoch. The audit gets the model, the adapter, and the file of canaries.
 
 # %% tags=["parameters"]

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # One cell of the sweep
 #
+# *To compute anew: 1 minute on two CPU cores, 4 GB of memory · scales smoke, laptop, paper*
+#
 # **Question.** A model knows its canaries. It is then tuned on harmless data for a little while. What has changed for
 # the secrets, and does every probe see it?
 #

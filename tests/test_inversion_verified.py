@@ -24,7 +24,10 @@ def made():
         if (name, convention) not in kept:
             reader = Reader(models.load(name, dtype=torch.float64), convention)
             ids = torch.randint(1024, (20, 64), generator=torch.Generator().manual_seed(1))
-            kept[name, convention] = reader, proposer.Proposer(reader, proposer.fit(reader, ids))
+            kept[name, convention] = (
+                reader,
+                proposer.Proposer(reader, proposer.fit(reader, ids), proposer.usual_states(reader)),
+            )
         return kept[name, convention]
 
     return make
@@ -48,8 +51,11 @@ def test_every_prompt_comes_back_exactly(made, name, convention):
 
 def blind(reader):
     """A proposer that knows nothing."""
-    noise = torch.randn(reader.width + 1, reader.width, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    return proposer.Proposer(reader, noise)
+    generator = torch.Generator().manual_seed(5)
+    noise = torch.randn(
+        reader.width + 1 + len(reader.embedding), reader.width, generator=generator, dtype=torch.float64
+    )
+    return proposer.Proposer(reader, noise[: reader.width + 1], noise[reader.width + 1 :])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -94,7 +100,7 @@ def test_a_class_of_equal_rows_is_named(made):
     with torch.no_grad():
         other.embedding[7] = other.embedding[900]
     ids = torch.tensor([[3, 900, 5]])
-    found = verified.invert(other, other.states(ids), proposer.Proposer(other, own.probe), SETTINGS)
+    found = verified.invert(other, other.states(ids), proposer.Proposer(other, own.probe, own.table), SETTINGS)
     assert found.tokens.status.tolist()[1] == verified.AMBIGUOUS and int(found.ids[0, 1]) in (7, 900)
     assert found.ids[0, [0, 2]].tolist() == [3, 5]
 
@@ -124,8 +130,11 @@ def test_a_proposer_of_another_width_is_refused(made, tmp_path):
     from safetensors.torch import save_file
 
     reader, _ = made("tiny-llama")
-    save_file({"probe": torch.zeros(33, 32)}, tmp_path / "p.safetensors")
-    with pytest.raises(InversionError, match="of width 32, expected 64: of another model"):
+    parts = {"probe": torch.zeros(33, 32), "table": torch.zeros(1000, 32), "first": torch.zeros(1000, 32)}
+    save_file(parts, tmp_path / "p.safetensors", metadata={"seconds": "1.0"})
+    with pytest.raises(
+        InversionError, match="is for 1000 ids of width 32, expected 1024 of width 64: of another model"
+    ):
         proposer.read(reader, tmp_path / "p.safetensors")
     (tmp_path / "p.safetensors").write_bytes(b"not one")
     with pytest.raises(InversionError, match="delete it, and it is fitted again"):

@@ -82,13 +82,10 @@ def read_back(
     found = verified.invert(reader, given, proposer.fitted(reader), settings)
     rows = []
     for prompt, part in found.tokens.groupby("prompt"):
-        status = next(kind for kind in UNCERTAIN_FIRST if (part.status == kind).any())
+        status = next(kind for kind in verified.UNCERTAIN_FIRST if (part.status == kind).any())
         row = {"prompt": prompt, "text": backbone.tokenizer.decode(found.ids[prompt].tolist()), "status": status}
         rows.append(row | {"tokens": len(part), "candidates": part.candidates.sum(), "residual": part.residual.max()})
     return pd.DataFrame(rows), found
-
-
-UNCERTAIN_FIRST = (verified.BEST, verified.AMBIGUOUS, verified.CONSISTENT, verified.UNIQUE, verified.SWEPT)
 
 
 def rounding(dtype: torch.dtype) -> float | None:

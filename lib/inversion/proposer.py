@@ -1,55 +1,65 @@
 """Guesses for all tokens of a prompt at once, from its states alone and without a model call.
 
-A linear probe reads the embedding off a position's own state, and the state before it says what the model expected
-there: h_{t-1} behind all layers and the norm *is* the input of the output layer. Guesses cost a matrix product; whether
-they are right is for :mod:`lib.inversion.verified` to find out.
+Three things tell of a token: a linear probe reads its embedding off the state; a table holds what state every token has
+behind one ordinary prefix, which resembles the state that it has behind any; and the state before says what the model
+expected, since h_{t-1} behind all layers and the norm *is* the input of the output layer. Guesses cost matrix products;
+whether they are right is for :mod:`lib.inversion.verified` to find out.
 """
 
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from lib import files, paths
 from lib.inversion import corpus
 from lib.inversion.reader import InversionError, Reader
 
-VERSION = 1  # raised by hand when a proposer fitted before would be another one
-TOKENS = 60_000  # read to fit a probe: half text, half random ids
+VERSION = 2  # raised by hand when a proposer fitted before would be another one
+TOKENS = 24_000  # read to fit a probe: half text, half random ids
 SEQUENCE = 128  # tokens of a sequence that is read
 BATCH = 8
 RIDGE = 1e-3  # of the states' mean square
-TEMPERATURE, FLOOR = 0.2, 1.5e-8  # of the cosine; added to probabilities (e^-18)
+TEMPERATURE, FLOOR = 0.2, 1.5e-8  # of both cosines; added to probabilities (e^-18)
+PREFIX = "It is a"  # behind which the table's states are read
 
 
 class Proposer:
-    """A linear probe [d + 1, d] from states to unit embeddings, and the states of all one-token prompts."""
+    """A linear probe [d + 1, d] from states to unit embeddings, and the states ``table`` [V, d] that all tokens have
+    behind one ordinary prefix; ``seconds`` that these took to set up."""
 
-    def __init__(self, reader: Reader, probe: Tensor):
-        self.reader, self.probe = reader, probe
+    def __init__(self, reader: Reader, probe: Tensor, table: Tensor, seconds: float = 0.0):
+        self.reader, self.probe, self.table, self.seconds = reader, probe, table, seconds
         self.unit = torch.nn.functional.normalize(reader.embedding, dim=-1)
+        self.middle = table.mean(0)
+        self.centred = table - self.middle
+        self.lengths = self.centred.norm(dim=-1).clamp(min=1e-12)
 
-    def cosines(self, states: Tensor) -> Tensor:
-        """Cosine [..., V] of every vocabulary row with what the probe reads off states [..., d]."""
-        return torch.nn.functional.normalize(_with_one(states) @ self.probe, dim=-1) @ self.unit.T
+    def likeness(self, states: Tensor) -> Tensor:
+        """How well states [..., d] go with every token [..., V]: the cosines of what the probe reads with the token's
+        embedding, and of the state with the token's in the table (both less the table's mean), over 0.2."""
+        read = torch.nn.functional.normalize(_with_one(states) @ self.probe, dim=-1) @ self.unit.T
+        seen = torch.nn.functional.normalize(states - self.middle, dim=-1) @ self.centred.T / self.lengths
+        return (read + seen) / TEMPERATURE
 
     def best(self, states: Tensor, expected: Tensor | None) -> Tensor:
-        """The most promising token [B] for states [B, d]; by the probe alone where nothing is known of expectations."""
-        score = self.cosines(states) / TEMPERATURE
+        """The most promising token [B] for states [B, d]; by likeness alone where nothing is known of expectations."""
+        score = self.likeness(states)
         return (score if expected is None else score + torch.log(expected + FLOOR)).argmax(-1)
 
     def order(self, states: Tensor, probabilities: Tensor) -> Tensor:
         """The vocabulary [B, V], most promising first, for states [B, d] where the model expected ``probabilities``.
 
-        Every token takes the better of its ranks by two scores: cosine / 0.2 + log(p + e^-18), and p alone; the first
-        is right more often, the second has the shorter tail.
+        Every token takes the better of its ranks by two scores: likeness + log(p + e^-18), and p alone; the first is
+        right more often, and what it misses the second may have.
         """
-        score = self.cosines(states) / TEMPERATURE + torch.log(probabilities + FLOOR)
+        score = self.likeness(states) + torch.log(probabilities + FLOOR)
         ranks = [_ranks(score), _ranks(probabilities)]
         return (torch.minimum(*ranks) * 2 + (ranks[1] < ranks[0])).argsort(-1)
 
@@ -62,8 +72,11 @@ def _with_one(states: Tensor) -> Tensor:
     return torch.cat([states, states.new_ones(*states.shape[:-1], 1)], -1)
 
 
-def fitted(reader: Reader, tokens: int = TOKENS, seed: int = 0) -> Proposer:
+def fitted(reader: Reader, tokens: int = TOKENS, packages: Sequence[str] = corpus.FITTED, seed: int = 0) -> Proposer:
     """The proposer of a model and convention, from the cache folder or fitted and kept there.
+
+    ``packages`` are those whose docstrings it is fitted on, half and half with random ids, ``tokens`` in all. With it
+    comes the reader's table of one-token prompts. Both tables take the space of the embedding matrix.
 
     Raises:
         InversionError: what lies in the cache is of another model, or damaged.
@@ -77,33 +90,47 @@ def fitted(reader: Reader, tokens: int = TOKENS, seed: int = 0) -> Proposer:
         "tokens": tokens,
         "seed": seed,
         "dtype": str(reader.embedding.dtype),
-        "corpus": corpus.versions(corpus.FITTED),
+        "corpus": corpus.versions(packages),
     }
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     path = paths.cache() / "proposers" / f"{key}.safetensors"
     with files.locked(path):
         if not path.exists():
-            probe = fit(reader, sequences(reader, corpus.docstrings(corpus.FITTED), tokens, seed))
+            started = time.perf_counter()
+            probe = fit(reader, sequences(reader, corpus.docstrings(packages), tokens, seed))
+            found = {"probe": probe.contiguous(), "table": usual_states(reader), "first": reader.first_states}
+            about = {"identity": json.dumps(identity), "seconds": f"{time.perf_counter() - started:.1f}"}
             with files.building(path) as unfinished:
-                save_file({"probe": probe.contiguous()}, unfinished, metadata={"identity": json.dumps(identity)})
+                save_file(found, unfinished, metadata=about)
     return read(reader, path)
 
 
 def read(reader: Reader, path: Path) -> Proposer:
-    """A proposer that was kept.
+    """A proposer that was kept; the reader takes over its table of one-token prompts.
 
     Raises:
-        InversionError: it is of another width than the reader's, or cannot be read.
+        InversionError: it is of another width or vocabulary than the reader's, or cannot be read.
     """
     try:
-        probe = load_file(path, device=str(reader.device))["probe"]
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
+        with safe_open(path, "pt", device=str(reader.device)) as kept:
+            probe, table, first = (kept.get_tensor(name) for name in ("probe", "table", "first"))
+            seconds = float(kept.metadata()["seconds"])
+    except (OSError, KeyError, ValueError, TypeError, SafetensorError) as error:
         raise InversionError(f"proposer {path}: cannot be read ({error}); delete it, and it is fitted again") from error
-    if probe.shape != (reader.width + 1, reader.width):
+    if probe.shape != (reader.width + 1, reader.width) or table.shape != reader.embedding.shape:
         raise InversionError(
-            f"proposer {path}: is for states of width {probe.shape[1]}, expected {reader.width}: of another model"
+            f"proposer {path}: is for {len(table)} ids of width {probe.shape[1]}, expected {len(reader.embedding)} of "
+            f"width {reader.width}: of another model"
         )
-    return Proposer(reader, probe)
+    reader.first_states = first
+    return Proposer(reader, probe, table, seconds)
+
+
+def usual_states(reader: Reader) -> Tensor:
+    """States [V, d] of every token behind one ordinary prefix."""
+    ids = reader.backbone.tokenizer(PREFIX, add_special_tokens=False)["input_ids"]
+    cache = reader.read(torch.tensor([ids], dtype=torch.long, device=reader.device))
+    return reader.candidates(torch.arange(len(reader.embedding), device=reader.device), cache)
 
 
 def sequences(reader: Reader, texts: Sequence[str], tokens: int, seed: int) -> Tensor:

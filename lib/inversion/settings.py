@@ -248,7 +248,7 @@ def prompts(source: str, count: int, enough: Any = None) -> list[Prompt]:
         ConfigError: there are fewer, or the source cannot be read.
     """
     if source == "written":
-        found = _in_turn(_of_file(paths.PARAMS / "prompts.jsonl"))
+        found = written()
     elif source.endswith(".jsonl"):
         found = _of_file(Path(source))
     else:
@@ -256,6 +256,11 @@ def prompts(source: str, count: int, enough: Any = None) -> list[Prompt]:
     if len(found) < count:
         raise ConfigError(f"prompts: {source} has {len(found)}, expected at least {count}.")
     return found[:count]
+
+
+def written() -> list[Prompt]:
+    """All prompts of ``params/prompts.jsonl``, genres in turn."""
+    return _in_turn(_of_file(paths.PARAMS / "prompts.jsonl"))
 
 
 def _of_file(path: Path) -> list[Prompt]:

@@ -2,11 +2,18 @@
 
 All tokens are proposed at once (:mod:`lib.inversion.proposer`). A forward pass over the next guesses proves those that
 reproduce their states, up to the first that does not; there, growing batches of candidates are tried behind the proven
-prefix, side by side in one row. Candidates that failed are data: each is an exact pair of an embedding and a state in
-the true context, from which a regression re-ranks the rest. Last comes the whole vocabulary, so that an answer is
-missed only where no token reproduces the state. Only what was verified is accepted, whatever proposed it.
+prefix, side by side in one row. Candidates that failed are data: their states show how this context differs from the
+proposer's, and foretell the states of all others, by which these are ranked anew. Where that does not do, a proxy
+embedding is driven from the most promising candidates (:mod:`lib.inversion.continuous`), and its neighbours are tried.
+Last comes the whole vocabulary, so that an answer is missed only where no token reproduces the state. Only what was
+verified is accepted, whatever proposed it.
+
+States that a channel altered are verified through the channel: an attacker says how well a candidate explains what was
+released (:mod:`lib.inversion.attackers`).
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,14 +21,20 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from lib.inversion import diagnostics
+from lib.inversion import attackers, channels, continuous, diagnostics
+from lib.inversion.channels import Channel, Sighting
 from lib.inversion.continuous import check_states
 from lib.inversion.proposer import Proposer
-from lib.inversion.reader import CHUNK, InversionError, Prefixes, Reader
+from lib.inversion.reader import CHUNK, InversionError, Prefixes, Reader, view
 
 CONSISTENT, UNIQUE, SWEPT, AMBIGUOUS, BEST = "consistent", "locally unique", "swept", "ambiguous class", "best effort"
+UNCERTAIN_FIRST = (BEST, AMBIGUOUS, CONSISTENT, UNIQUE, SWEPT)
 FACTOR = 10.0  # a token is accepted within so many times the numerical floor, and unique if the next is so much farther
-REFIT_RIDGE = 1e-2  # of the mean square of the tried embeddings
+RIDGE = 1.0  # of the regression in context, of the tried states' mean square
+TRUST = 25.0  # by how much the squared error of that regression is divided before it is weighed against expectations
+NARROW = 8192  # tokens that a regression on few tries ranks anew; the others stay behind them
+MANY = 512  # tries that are no longer few
+PROMISING = 8  # candidates from whose mean a proxy is driven
 CALIBRATED = 16  # positions of known ids from which the floor is measured
 
 
@@ -29,13 +42,18 @@ CALIBRATED = 16  # positions of known ids from which the floor is measured
 class Settings:
     """How the search runs. ``ahead`` guesses are proven at a time; ``stages`` are candidates tried before the scan.
 
-    Behind the stage of ``refit`` tries the rest is ranked anew from them. ``tolerance`` on |h - h'|^2 / |h|^2: None
-    measures it.
+    Behind every stage of at least ``refit`` tries the rest is ranked anew from them. Behind the first of at least
+    ``drive_after`` a proxy is driven for ``steps`` (0: never). ``table``: the first token is looked up in that of all
+    one-token prompts. ``tolerance`` on |h - h'|^2 / |h|^2: None measures it. ``scan``: whether the whole vocabulary
+    comes last.
     """
 
     ahead: int = 8
-    stages: tuple[int, ...] = (8, 64, 512, 4096)
-    refit: int = 64
+    stages: tuple[int, ...] = (8, 32, 96, 256, 512, 1024, 2048, 4096)
+    refit: int = 8
+    drive_after: int = 512
+    steps: int = 0
+    table: bool = True
     tolerance: float | None = None
     scan: bool = True
 
@@ -47,6 +65,8 @@ class Settings:
         """
         if self.ahead < 1:
             raise InversionError(f"ahead: got {self.ahead}, expected at least 1")
+        if self.steps < 0:
+            raise InversionError(f"steps: got {self.steps}, expected at least 0")
         if list(self.stages) != sorted(set(self.stages)) or (self.stages and self.stages[0] < 1):
             raise InversionError(f"stages: got {list(self.stages)}, expected rising numbers of candidates")
         if self.tolerance is not None and not self.tolerance > 0:
@@ -59,7 +79,8 @@ class Found:
 
     ``ids`` [n, T]; ``tokens``, a row a prompt and position: ``prompt, position, found_id, status, candidates``
     (verified, the accepted one included), ``residual, margin`` (the runner-up's residual over the accepted one's, among
-    those tried; NaN where one alone was); ``tolerance``; ``read``: tokens read by the model in all.
+    those tried; NaN where one alone was), ``guess_id`` (what was proposed) and ``round`` (of proving and repairing, in
+    which it was found); ``tolerance``; ``read``: tokens read by the model in all.
     """
 
     ids: Tensor
@@ -72,58 +93,123 @@ class Found:
         return (self.ids == reference.to(self.ids.device)).all(-1).cpu().numpy()
 
 
-def residuals(found: Tensor, targets: Tensor) -> Tensor:
-    """|h - h'|^2 / |h|^2 along the last dimension."""
-    return (found - targets).square().sum(-1) / targets.square().sum(-1)
+@functools.lru_cache(maxsize=8)
+def numerical_floor(
+    reader: Reader, channel: Channel = channels.CLEAN, tokens: int = CALIBRATED, seed: int = 0
+) -> float:
+    """The largest residual of known ids between two ways to compute their states: whole, and candidate by candidate.
 
-
-def numerical_floor(reader: Reader, tokens: int = CALIBRATED, seed: int = 0) -> float:
-    """The largest residual of known ids between two ways to compute their states: whole, and candidate by candidate."""
+    Through a channel that can be repeated it holds what the channel makes of the difference.
+    """
     ids = torch.randint(len(reader.embedding), (4, tokens), generator=torch.Generator().manual_seed(seed))
     ids = ids.to(reader.device)
     whole, prefixes, worst = reader.states(ids), Prefixes(reader, 4, tokens), 0.0
+    seen = torch.stack([channel.release(row, torch.Generator().manual_seed(seed)) for row in whole])
     rows = torch.arange(4, device=reader.device)
     for position in range(tokens):
         tried = torch.stack([ids[:, position], ids[:, (position + 1) % tokens]], 1)
         states, longer = reader.branches(tried, prefixes.rows(rows), prefixes.lengths, chain=False)
-        worst = max(worst, float(residuals(states[:, 0], whole[:, position]).max()))
+        for row in range(4):
+            sighting = Sighting(seen[row, : position + 1], whole[row, :position])
+            worst = max(worst, float(channel.misfit(sighting, states[row, :1]) / sighting.row.square().sum()))
         start = longer.get_seq_length() - 2
         prefixes.append(rows, longer, torch.full((4, 1), start, device=reader.device))
     return max(worst, float(torch.finfo(whole.dtype).eps) ** 2)
 
 
-def invert(reader: Reader, states: Tensor, proposer: Proposer, settings: Settings = Settings()) -> Found:
+@functools.lru_cache(maxsize=8)
+def _shared_rows(reader: Reader) -> frozenset[int]:
+    return frozenset(diagnostics.duplicates(reader.embedding))
+
+
+@dataclass(frozen=True)
+class Local:
+    """States in one context, foretold from those that were tried there: ``states_of(ids)`` [W, d], and the mean squared
+    error of a tried one when it is left out."""
+
+    states_of: Callable[[Tensor], Tensor]
+    error: float
+
+
+def foretold(proposer: Proposer, ids: Tensor, states: Tensor) -> Local:
+    """Fit how states [C, d] of tried ids [C] differ from those that the ids have behind the proposer's prefix.
+
+    A ridge regression of the differences on these states t_v, which is to say a prior that the context only shifts
+    them: h_v = t_v + mean + W' (t_v - mean), W = (X'X + lambda I)^-1 X'D, in its dual form where fewer are tried than
+    there are coordinates.
+    """
+    table = proposer.centred
+    inputs, apart = table[ids], states - proposer.table[ids]
+    middle, shift = inputs.mean(0), apart.mean(0)
+    inputs, apart = inputs - middle, apart - shift
+    ridge = RIDGE * inputs.square().sum(-1).mean().clamp(min=1e-12)
+    if len(ids) <= inputs.shape[1]:
+        inverse = torch.linalg.inv(inputs @ inputs.T + ridge * torch.eye(len(ids)).to(inputs))
+        weights = inverse @ apart
+        left_out = weights / inverse.diagonal()[:, None]
+        slope = None if len(ids) * 2 < inputs.shape[1] else inputs.T @ weights
+    else:
+        inverse = torch.linalg.inv(inputs.T @ inputs + ridge * torch.eye(inputs.shape[1]).to(inputs))
+        slope = inverse @ (inputs.T @ apart)
+        leverage = (inputs @ inverse * inputs).sum(-1, keepdim=True)
+        left_out = (apart - inputs @ slope) / (1 - leverage)
+
+    def states_of(wanted: Tensor) -> Tensor:
+        features = table[wanted] - middle
+        moved = (features @ inputs.T) @ weights if slope is None else features @ slope
+        return proposer.table[wanted] + shift + moved
+
+    return Local(states_of, float(left_out.square().sum(-1).mean()))
+
+
+def invert(
+    reader: Reader,
+    states: Tensor,
+    proposer: Proposer,
+    settings: Settings = Settings(),
+    channel: Channel = channels.CLEAN,
+    attacker: str = "aware",
+) -> Found:
     """Invert states [n, T, d] of n prompts of equal length; all advance together, each at its own pace.
 
+    Args:
+        channel: what the states went through.
+        attacker: who compares candidates with them (:mod:`lib.inversion.attackers`). Where the channel has a likelihood
+            nothing is ever accepted: the best of the tried ones is committed, so that ``stages`` bound the cost.
+
     Raises:
-        InversionError: see :func:`lib.inversion.continuous.check_states`.
+        InversionError: see :func:`lib.inversion.continuous.check_states`; or the channel does not suit the attacker.
     """
     settings.check()
     states = states.to(reader.embedding)
-    check_states(reader, states)
-    tolerance = settings.tolerance
-    if tolerance is None:
-        tolerance = FACTOR * numerical_floor(reader)
-    run = _Run(reader, states, proposer, settings, tolerance)
+    check_states(reader, states, altered=channel.name != "clean")
+    who = attackers.named(attacker)
+    if not who.suits(channel):
+        raise InversionError(f"attacker: {attacker!r} needs a likelihood, which channel {channel.name!r} has not")
+    run = _Run(reader, states, proposer, settings, channel, who)
     while len(run.active):
+        run.round += 1
         failed = run.prove(run.active)
         if len(failed):
             run.repair(failed)
     tokens = pd.DataFrame(run.rows).sort_values(["prompt", "position"], ignore_index=True)
-    return Found(run.ids, _classed(tokens, reader), tolerance, run.read)
+    shared = tokens.found_id.isin(_shared_rows(reader)) & (tokens.status != BEST)
+    return Found(run.ids, tokens.assign(status=tokens.status.mask(shared, AMBIGUOUS)), run.tolerance, run.read)
 
 
 class _Run:
     """The state of a search: what is proven of every prompt, and what has been spent."""
 
-    def __init__(self, reader: Reader, states: Tensor, proposer: Proposer, settings: Settings, tolerance: float):
+    def __init__(self, reader: Reader, states: Tensor, proposer: Proposer, settings: Settings, channel, attacker):
         self.reader, self.states, self.proposer = reader, states, proposer
-        self.settings, self.tolerance = settings, tolerance
+        self.settings, self.channel, self.attacker = settings, channel, attacker
+        self.tolerance = settings.tolerance or FACTOR * numerical_floor(reader, channel)
         self.count, self.tokens, _ = states.shape
         self.prefixes = Prefixes(reader, self.count, self.tokens)
         self.ids = torch.zeros(self.count, self.tokens, dtype=torch.long, device=reader.device)
+        self.known = torch.zeros_like(states)  # of committed tokens, as the model gives them
         self.rows: list[dict] = []
-        self.read = 0
+        self.read, self.round = 0, 0
         self.failed: dict[int, Tensor] = {}  # the state of each prompt's guess that failed
         self.guesses = self._guess()
 
@@ -132,15 +218,32 @@ class _Run:
         """Prompts that are not proven to their end."""
         return (self.prefixes.lengths < self.tokens).nonzero()[:, 0]
 
+    def sighting(self, row: int, place: int) -> Sighting:
+        """What is seen of a token behind those that are committed."""
+        return Sighting(self.states[row, : place + 1], self.known[row, :place])
+
+    def allowed(self, seen: Sighting) -> float:
+        """Misfit within which a token is accepted."""
+        if self.channel.likelihood or not self.attacker.proves:
+            return -np.inf
+        return self.tolerance * float(seen.row.square().sum()) + self.channel.slack(seen.row)
+
     def _guess(self) -> Tensor:
-        """The best proposal [n, T] at every position: the first one from the table of all one-token prompts."""
+        """The best proposal [n, T] at every position."""
         guesses = torch.zeros_like(self.ids)
         for i, row in enumerate(self.states):
-            guesses[i, 0] = (self.reader.first_states - row[0]).square().sum(-1).argmin()
+            guesses[i, 0] = self.first_order(row)[0]
             if self.tokens > 1:
                 expected = self.reader.expected(row[:-1])
                 guesses[i, 1:] = self.proposer.best(row[1:], expected)
         return guesses
+
+    def first_order(self, row: Tensor) -> Tensor:
+        """The vocabulary [V] in the order in which it is tried for the first token of a prompt, states [T, d]."""
+        if self.settings.table:
+            nothing = row[:0]
+            return self.channel.misfit(Sighting(row[:1], nothing), self.reader.first_states).argsort()
+        return self.proposer.likeness(row[:1])[0].argsort(descending=True)
 
     def prove(self, rows: Tensor) -> Tensor:
         """Read the next guesses of some prompts and commit those that reproduce their states, up to the first failure.
@@ -150,27 +253,36 @@ class _Run:
         """
         lengths, ahead = self.prefixes.lengths[rows], self.settings.ahead
         places = lengths[:, None] + torch.arange(ahead, device=rows.device)
-        inside = places < self.tokens
-        places = places.clamp(max=self.tokens - 1)
-        ids = self.guesses[rows[:, None], places]
+        ids = self.guesses[rows[:, None], places.clamp(max=self.tokens - 1)]
         states, longer = self.reader.branches(ids, self.prefixes.rows(rows), lengths, chain=True)
         self.read += ids.numel()
-        found = residuals(states, self.states[rows[:, None], places])
-        right = ((found <= self.tolerance) & inside).long().cumprod(1).bool()
-        start = longer.get_seq_length() - ahead
-        columns = torch.where(right, start + torch.arange(ahead, device=rows.device), -1)
-        for i, j in right.nonzero().tolist():
-            self._note(int(rows[i]), int(places[i, j]), int(ids[i, j]), CONSISTENT, 1, float(found[i, j]), np.nan)
+        start, columns = longer.get_seq_length() - ahead, torch.full_like(ids, -1)
+        stopped = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+        for i, (row, begin) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+            right = self._prove_chain(row, begin, ids[i], states[i])
+            columns[i, :right] = start + torch.arange(right, device=rows.device)
+            if begin + right < self.tokens and right < ahead:
+                stopped[i] = True
+                self.failed[row] = states[i, right]
         self.prefixes.append(rows, longer, columns)
-        stopped = ~right.all(1) & (self.prefixes.lengths[rows] < self.tokens)
-        for i in stopped.nonzero()[:, 0].tolist():
-            self.failed[int(rows[i])] = states[i, int(right[i].sum())]
         return rows[stopped]
+
+    def _prove_chain(self, row: int, begin: int, ids: Tensor, states: Tensor) -> int:
+        """Commit a prompt's guesses from the first on, as far as they reproduce their states; how many do."""
+        for j in range(min(len(ids), self.tokens - begin)):
+            seen = self.sighting(row, begin + j)
+            found = float(self.attacker.score(self.channel, seen, states[j : j + 1], states.new_ones(1))[0])
+            if not found <= self.allowed(seen):
+                return j
+            self.commit(
+                row, begin + j, ids[j], states[j], CONSISTENT, 1, found / float(seen.row.square().sum()), np.nan
+            )
+        return min(len(ids), self.tokens - begin)
 
     def repair(self, rows: Tensor) -> None:
         """Find the next token of some prompts among growing batches of candidates."""
         search = [_Search(self, int(row)) for row in rows]
-        vocabulary, tried = len(self.reader.embedding), 0
+        vocabulary, tried, driven = len(self.reader.embedding), 0, self.settings.steps == 0
         for total in [*(stage for stage in self.settings.stages if stage < vocabulary), vocabulary]:
             if total == vocabulary and not self.settings.scan:
                 break
@@ -181,6 +293,9 @@ class _Run:
             if self.settings.refit <= tried < vocabulary:
                 for one in search:
                     one.rank_anew()
+            if search and not driven and self.settings.drive_after <= tried < vocabulary:
+                self._drive(search)
+                driven = True
         for one in search:
             self._accept_best(one)
 
@@ -199,23 +314,37 @@ class _Run:
                 left.append(one)
             else:
                 columns[i, 0] = start + place
-                self._note(one.row, one.position, int(ids[i, place]), *one.answer())
+                self.commit(one.row, one.position, ids[i, place], states[i, place], *one.answer())
         self.prefixes.append(rows, longer, columns)
         return left
+
+    def _drive(self, search: list["_Search"]) -> None:
+        """Drive a proxy for every search from what it holds most likely, and try the proxy's neighbours next."""
+        rows = torch.tensor([one.row for one in search], device=self.states.device)
+        lengths, starts = self.prefixes.lengths[rows], torch.stack([one.middle() for one in search])
+        cache = view(self.prefixes.rows(rows))
+        settings = continuous.Settings(steps=self.settings.steps)
+        targets = torch.stack([one.seen.row for one in search])
+        driven = continuous.drive(self.reader, cache, targets, starts, [settings] * len(search), lengths=lengths.cpu())
+        self.read += int(driven.steps.sum())
+        for one, proxy in zip(search, driven.proxies, strict=True):
+            one.prefer((self.reader.embedding[one.order] - proxy).abs().sum(-1))
 
     def _accept_best(self, one: "_Search") -> None:
         """Commit the nearest of all that were tried, though it is not within the tolerance."""
         row = torch.tensor([one.row], device=self.states.device)
         ids = one.nearest[None, None]
-        _, longer = self.reader.branches(ids, self.prefixes.rows(row), self.prefixes.lengths[row], chain=False)
+        states, longer = self.reader.branches(ids, self.prefixes.rows(row), self.prefixes.lengths[row], chain=False)
         self.read += 1
         self.prefixes.append(row, longer, torch.full((1, 1), longer.get_seq_length() - 1, device=row.device))
         _, tried, best, margin = one.answer()
-        self._note(one.row, one.position, int(one.nearest), BEST, tried, best, margin)
+        self.commit(one.row, one.position, one.nearest, states[0, 0], BEST, tried, best, margin)
 
-    def _note(self, row: int, place: int, found: int, status: str, tried: int, residual: float, margin: float) -> None:
-        self.ids[row, place] = found
-        known = {"prompt": row, "position": place, "found_id": found, "status": status}
+    def commit(self, row: int, place: int, found: Tensor, state: Tensor, status, tried, residual, margin) -> None:
+        """Take a token over, and note what it cost and how sure it is."""
+        self.ids[row, place], self.known[row, place] = found, state
+        known = {"prompt": row, "position": place, "found_id": int(found), "status": status}
+        known |= {"guess_id": int(self.guesses[row, place]), "round": self.round}
         self.rows.append(known | {"candidates": tried, "residual": residual, "margin": margin})
 
 
@@ -225,9 +354,13 @@ class _Search:
     def __init__(self, run: _Run, row: int):
         self.run, self.row = run, row
         self.position = int(run.prefixes.lengths[row])
-        self.target = run.states[row, self.position]
-        expected = self._expected()
-        order = run.proposer.order(self.target[None], expected[None])[0]
+        self.seen = run.sighting(row, self.position)
+        self.limit = run.allowed(self.seen)
+        self.expected = self._expected()
+        if self.position == 0:
+            order = run.first_order(run.states[row])
+        else:
+            order = run.proposer.order(self.seen.row[None], self.expected[None])[0]
         guess = run.guesses[row, self.position]
         self.order = order[order != guess]
         self.ids, self.states, self.found = [], [], []
@@ -236,10 +369,8 @@ class _Search:
 
     def _expected(self) -> Tensor:
         reader = self.run.reader
-        if self.position == 0:
-            return reader.embedding.new_full((len(reader.embedding),), 1 / len(reader.embedding))
-        if reader.reads_expectation:
-            return reader.expected(self.run.states[self.row, self.position - 1][None])[0]
+        if self.position and reader.reads_expectation:
+            return reader.expected(self.run.known[self.row, self.position - 1][None])[0]
         return reader.next_probabilities(self.run.ids[self.row, : self.position][None])[0]
 
     def next(self, size: int) -> Tensor:
@@ -248,41 +379,47 @@ class _Search:
         return torch.nn.functional.pad(part, (0, size - len(part)), value=int(self.nearest))
 
     def take(self, ids: Tensor, states: Tensor) -> int | None:
-        """Keep what candidates gave; the place of the one within the tolerance, if there is one."""
-        found = residuals(states, self.target)
+        """Keep what candidates gave; the place of the one that is accepted, if there is one."""
+        found = self.run.attacker.score(self.run.channel, self.seen, states, self.expected[ids])
         self.ids.append(ids)
         self.states.append(states)
         self.found.append(found)
         place = int(found.argmin())
         if float(found[place]) < self.best:
             self.nearest, self.best = ids[place], float(found[place])
-        return place if self.best <= self.run.tolerance else None
+        return place if self.best <= self.limit else None
 
     def answer(self) -> tuple[str, int, float, float]:
         """Status, candidates tried, residual, and the runner-up's over it."""
         every = torch.cat(self.found)
         tried = min(len(every), len(self.run.reader.embedding))
+        if self.run.channel.likelihood:
+            return BEST, tried, np.nan, np.nan
+        residual = self.best / float(self.seen.row.square().sum())
         margin = float(every.topk(2, largest=False).values[1] / max(self.best, 1e-30)) if len(every) > 1 else np.nan
         if len(self.order) == 0:
-            return SWEPT, tried, self.best, margin
-        return (UNIQUE if margin >= FACTOR else CONSISTENT), tried, self.best, margin
+            return SWEPT, tried, residual, margin
+        return (UNIQUE if margin >= FACTOR else CONSISTENT), tried, residual, margin
 
     def rank_anew(self) -> None:
-        """Order what is left by a regression of states on embeddings over everything tried in this very context."""
-        ids, states, table = torch.cat(self.ids), torch.cat(self.states), self.run.reader.embedding
-        inputs = table[ids]
-        middle, centre = inputs.mean(0), states.mean(0)
-        inputs, states = inputs - middle, states - centre
-        width = inputs.shape[1]
-        gram = inputs.T @ inputs + REFIT_RIDGE * inputs.square().mean() * torch.eye(width).to(inputs)
-        slope = torch.linalg.solve(gram, inputs.T @ states)  # [d, d]
-        predicted = (table[self.order] - middle) @ slope + centre
-        apart = (predicted - self.target).square().sum(-1)
-        self.order = self.order[apart.argsort()]
+        """Order what is left by states foretold from everything tried in this very context, and by what the language
+        model expects."""
+        tried = torch.cat(self.ids)
+        local = foretold(self.run.proposer, tried, torch.cat(self.states))
+        some, rest = self.order.split([min(len(self.order), NARROW), max(0, len(self.order) - NARROW)])
+        if len(tried) >= MANY:
+            some, rest = self.order, self.order[:0]
+        apart = self.run.channel.misfit(self.seen, local.states_of(some))
+        if not self.run.channel.likelihood:
+            apart = TRUST * apart / (2 * max(local.error, 1e-30))
+        some = some[(apart - torch.log(self.expected[some] + attackers.FLOOR)).argsort()]
+        self.order = torch.cat([some, rest])
 
+    def middle(self) -> Tensor:
+        """The mean embedding [d] of the most promising that are left."""
+        return self.run.reader.embedding[self.order[:PROMISING]].mean(0)
 
-def _classed(tokens: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Tokens whose embedding row others share: any of the class reproduces the states."""
-    shared = diagnostics.duplicates(reader.embedding)
-    accepted = tokens.status != BEST
-    return tokens.assign(status=tokens.status.mask(accepted & tokens.found_id.isin(shared), AMBIGUOUS))
+    def prefer(self, apart: Tensor) -> None:
+        """Order what is left by the better of its rank now and of its rank by ``apart``."""
+        other = apart.argsort().argsort()
+        self.order = self.order[torch.minimum(other, torch.arange(len(other)).to(other)).argsort(stable=True)]
