@@ -1,6 +1,10 @@
 PYTHON ?= python3
 SCALE ?= laptop
 JOBS ?= 1
+N ?= 10
+FORMAT ?= hex:16
+REPETITIONS ?= 60
+OUTPUT ?= canaries
 BIN := .venv/bin
 
 run: .venv/ready
@@ -21,13 +25,19 @@ scorecard: .venv/ready
 inversion: .venv/ready
 	$(BIN)/python -m lib inversion --scale $(SCALE) --jobs $(JOBS)
 
+audit: .venv/ready
+	$(BIN)/python -m lib audit --scale $(SCALE)
+
+canaries: .venv/ready
+	$(BIN)/python -m lib canaries --n $(N) --format $(FORMAT) --repetitions $(REPETITIONS) --output $(OUTPUT)
+
 fast: .venv/ready
 	$(BIN)/python -m lib fast --scale $(SCALE)
 
 bench: .venv/ready
 	$(BIN)/python tests/benchmarks/bench.py --scale $(SCALE)
 
-reference: run sweep cases scorecard inversion
+reference: run sweep cases scorecard inversion audit
 	$(BIN)/python -m lib reference --scale $(SCALE)
 	$(BIN)/python -m lib notebooks
 
@@ -41,7 +51,7 @@ test-book: book
 	OMP_NUM_THREADS=1 LEAKBOOK_BOOK=outputs/book $(BIN)/python -m pytest tests/book
 
 lint: .venv/ready
-	$(BIN)/ruff check lib tests notebooks book && $(BIN)/ruff format --check lib tests book/conf.py
+	$(BIN)/ruff check lib tests notebooks book examples && $(BIN)/ruff format --check lib tests examples book/conf.py
 
 clean:
 	rm -rf .venv outputs/local outputs/book
@@ -54,4 +64,4 @@ clean:
 	$(BIN)/python -m lib fetch
 	touch $@
 
-.PHONY: run test sweep cases scorecard inversion fast bench reference notebooks book test-book lint clean
+.PHONY: run test sweep cases scorecard inversion fast audit canaries bench reference notebooks book test-book lint clean

@@ -3,7 +3,8 @@
 Modules import in one direction: ``errors``, ``paths``, ``config``, ``files`` -> ``embedded``, ``models`` -> ``spans``,
 ``pictures``, ``canaries``, ``benign`` -> ``encoding``, ``scoring`` -> ``adapters``, ``training`` -> ``probes`` ->
 ``results``, ``runs``, ``sweep``, ``runner`` -> ``figures``, ``paper``; ``python -m lib`` stands on all of them.
-``plan``, ``trials``, ``twins``, ``truth`` and ``scorecard`` grade probes; ``inversion`` is a study of its own.
+``plan``, ``trials``, ``twins``, ``truth`` and ``scorecard`` grade probes; ``inversion`` is a study of its own;
+``audit`` asks the protocol of a model of the user's own.
 """
 
 import warnings

@@ -447,9 +447,77 @@ def invert(states: Path, model: str, layer: int | None, norm: str, trusted: bool
 
 @main.command()
 @SCALE
+@click.option("--model", help="a built-in name, a directory or a hub id; left out: the worked example of the scale")
+@click.option("--adapter", multiple=True, help="a folder of peft; several are audited one by one")
+@click.option("--baseline", help="a model, or an adapter on the model; default: the model without its adapter")
+@click.option("--canaries", help="a .jsonl or .csv file: id, prompt, and target or prefix, secret, suffix")
+@click.option("--n-decoys", type=click.IntRange(0), default=63, show_default=True, help="decoys a canary")
+@click.option("--quick", is_flag=True, help="31 decoys a canary")
+@click.option("--decoys", default="characters", show_default=True, help="characters, words, a file, or module:function")
+@click.option("--hits", default="1,4,16", show_default=True, help="numbers of samples for the chance of a hit")
+@click.option("--windows", default="20", show_default=True, help="lengths of the window probe, in tokens")
+@click.option("--template", type=click.Choice(["auto", "chat", "plain"]), default="auto", show_default=True)
+@click.option("--output", default="audit", show_default=True, help="a name in outputs/local/<scale>, or a path")
+def audit(hits: str, windows: str, quick: bool, n_decoys: int, **given: object) -> None:
+    """Audit a model of one's own: what it memorised of the canaries it was trained on."""
+    from lib.audit import settings, study
+
+    count = settings.QUICK if quick else n_decoys
+    numbers = {"hits": settings.numbers("hits", hits), "windows": settings.numbers("windows", windows)}
+    params = settings.audit(n_decoys=count, **numbers, **given)
+    click.echo(settings.cost_of(count), err=True)
+    result = study.find(params)
+    for line in study.told(result):
+        click.echo(line)
+    click.echo(f"Report: {paths.show(result.folder / study.PAGE)}")
+
+
+@main.command()
+@click.option("--n", "count", type=click.IntRange(1), required=True, help="canaries")
+@click.option(
+    "--format", "spec", default="hex:16", show_default=True, help="hex:N, digits:N, words:N, email, like:EXAMPLE"
+)
+@click.option(
+    "--repetitions", type=click.IntRange(1), default=60, show_default=True, help="of each in the training file"
+)
+@click.option("--template", type=click.Choice(["chat", "plain"]), default="chat", show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path), default=Path("canaries"), show_default=True)
+def canaries(count: int, spec: str, repetitions: int, template: str, seed: int, output: Path) -> None:
+    """Write canaries to plant, and a training file that repeats them."""
+    from lib.audit import planting
+
+    planting.write(output, planting.draw(count, spec, seed), spec, repetitions, seed, template)
+    click.echo(planting.how_to_mix(output, count, repetitions, template))
+
+
+@main.command(name="check-canaries")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("tokenised", type=click.Path(path_type=Path))
+@click.option("--model", required=True, help="whose tokenizer made the training set")
+@click.option("--n-decoys", type=click.IntRange(0), default=63, show_default=True, help="as the audit will draw them")
+@click.option("--decoys", "kind", default="characters", show_default=True)
+@click.option("--template", type=click.Choice(["auto", "chat", "plain"]), default="auto", show_default=True)
+def check_canaries(file: Path, tokenised: Path, **given: object) -> None:
+    """Prove from a TOKENISED training set that every canary of FILE gets loss, and that no decoy is in it."""
+    from lib.audit import study
+
+    table = study.check_planted(file, tokenised, **given)
+    failed = table[table.problem != ""]
+    for row in failed.itertuples():
+        click.echo(f"{row.canary}: {row.problem}")
+    if len(failed):
+        raise click.ClickException(f"{len(failed)} of {len(table)} canaries would not be planted as they should")
+    times = " to ".join(map(str, sorted({table.trained.min(), table.trained.max()})))
+    click.echo(f"{len(table)} canaries, each with loss on its whole secret {times} times; no decoy among the data.")
+
+
+@main.command()
+@SCALE
 def reference(scale: str) -> None:
     """Make this machine's complete local results of one scale the committed reference: all of them or none."""
     from lib import cases, casework, collection, grading, paper, plan, report
+    from lib.audit.study import RECORD
     from lib.inversion import settings, study
     from lib.results import read_result
 
@@ -459,12 +527,13 @@ def reference(scale: str) -> None:
     parts |= {f"cases/{case}": (local / "cases" / case, "result.json") for case in CASES}
     parts |= {"confirmation": (paths.sweep(scale), collection.CONFIRMATION)}
     parts |= {name: (local / name, "result.json") for name in ("scorecard", "inversion")}
+    parts |= {"audit": (local / "audit", RECORD)}
     results = {name: read_result(*place) for name, place in parts.items()}
     missing = [name for name, result in results.items() if result is None]
     if missing:
         raise click.ClickException(
             f"no complete local result of {', '.join(missing)}: run `make run`, `make sweep`, `make cases`, "
-            f"`make scorecard` and `make inversion` with SCALE={scale}"
+            f"`make scorecard`, `make inversion` and `make audit` with SCALE={scale}"
         )
     for case in CASES:
         if not _belongs(results[f"cases/{case}"], results["sweep"], results["confirmation"]):

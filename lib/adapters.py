@@ -1,5 +1,6 @@
 """LoRA adapters on disk and on a model: adding, checking, stacking, merging into a copy, and noise of the same size."""
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -11,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from lib import embedded
 from lib.errors import LeakbookError
@@ -64,6 +66,31 @@ def merge(backbone: Backbone, adapter: Path) -> Backbone:
     return replace(backbone, model=merged.eval().requires_grad_(False), revision=revision)
 
 
+def check_folder(adapter: Path) -> None:
+    """Refuse a folder that is no adapter of peft in safetensors.
+
+    Raises:
+        AdapterError: naming the file that is missing or unreadable.
+    """
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (Path(adapter) / name).exists():
+            raise AdapterError(f"{adapter} has no {name}: expected a folder that peft's save_pretrained wrote")
+    made_for(adapter)
+
+
+def made_for(adapter: Path) -> str | None:
+    """What an adapter's own configuration says its base model was.
+
+    Raises:
+        AdapterError: the configuration is not a JSON object.
+    """
+    file = Path(adapter) / "adapter_config.json"
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        raise AdapterError(f"{file} cannot be read ({error}): expected a JSON object") from error
+
+
 def check_adapter(adapter: Path, backbone: Backbone) -> None:
     """Refuse an adapter that does not belong to the backbone, before anything is loaded.
 
@@ -71,9 +98,23 @@ def check_adapter(adapter: Path, backbone: Backbone) -> None:
         AdapterError: the folder is no peft adapter in safetensors, or a matrix does not fit a module of the model.
     """
     adapter = Path(adapter)
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (adapter / name).exists():
-            raise AdapterError(f"{adapter} has no {name}: expected a folder that peft's save_pretrained wrote")
+    check_folder(adapter)
+    modules = dict(backbone.model.named_modules())
+    for match, shape in _matrices(adapter):
+        _check_matrix(adapter, backbone, modules.get(match[1]), match, shape)
+
+
+def adapted_modules(adapter: Path) -> set[str]:
+    """Names of the modules whose weights an adapter changes.
+
+    Raises:
+        AdapterError: its file is unreadable, or holds something else than a LoRA.
+    """
+    return {match[1] for match, _ in _matrices(Path(adapter))}
+
+
+def _matrices(adapter: Path) -> list[tuple[re.Match, list[int]]]:
+    """Module and side of every matrix of an adapter's file, as the groups of a match, with its shape."""
     try:
         with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
             shapes = {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118, no mapping
@@ -81,12 +122,11 @@ def check_adapter(adapter: Path, backbone: Backbone) -> None:
         raise AdapterError(f"{adapter}/adapter_model.safetensors cannot be read ({error})") from error
     if not shapes:
         raise AdapterError(f"{adapter}/adapter_model.safetensors holds no matrix: expected those of a LoRA")
-    modules = dict(backbone.model.named_modules())
-    for key, shape in shapes.items():
-        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_(A|B)\.weight", key)
+    matches = {key: re.fullmatch(r"base_model\.model\.(.+)\.lora_(A|B)\.weight", key) for key in shapes}
+    for key, match in matches.items():
         if match is None:
             raise AdapterError(f"{adapter} holds {key}: expected only the A and B matrices of a LoRA")
-        _check_matrix(adapter, backbone, modules.get(match[1]), match, shape)
+    return [(match, shapes[key]) for key, match in matches.items()]
 
 
 def _check_matrix(adapter: Path, backbone: Backbone, module: nn.Module | None, match: re.Match, shape: list) -> None:
@@ -94,6 +134,8 @@ def _check_matrix(adapter: Path, backbone: Backbone, module: nn.Module | None, m
     if module is None:
         raise AdapterError(f"{made_for}: it adapts {match[1]}, which the model does not have")
     weight = list(getattr(getattr(module, "weight", None), "shape", []))
+    if isinstance(module, Conv1D):  # GPT-2 keeps W as [in, out]
+        weight = weight[::-1]
     axis = 1 if match[2] == "A" else 0  # A [rank, in] shares its columns with W [out, in], B [out, rank] its rows
     if len(weight) != 2 or shape[axis] != weight[axis]:
         raise AdapterError(f"{made_for}: at {match[1]} its {match[2]} has shape {shape}, the weight {weight}")

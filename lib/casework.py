@@ -12,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
@@ -49,6 +48,7 @@ from lib.results import (
     differences,
     inputs_hash,
     other_result_aside,
+    plain,
     provenance,
     read_result,
     reusable,
@@ -532,7 +532,7 @@ class _Study:
             "merge": self._merge(tables.get("precision.csv")),
             "sweep": self._sweep(),
         }
-        return _plain(results)
+        return plain(results)
 
     def _refuse_other_models(self, nll: pd.DataFrame, decoys: pd.DataFrame) -> None:
         """The models asked here must be those of the tables: an adapter trained anew elsewhere is another one."""
@@ -593,17 +593,6 @@ class _Study:
         }
 
 
-def _plain(value: Any) -> Any:
-    """Plain JSON values; what is no finite number is None."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.generic):
-        return _plain(value.item())
-    return None if isinstance(value, float) and not np.isfinite(value) else value
-
-
 def _first_apart(one: str, other: str) -> int:
     """Place of the first character in which two texts differ."""
     return len(os.path.commonprefix([one, other]))
@@ -661,4 +650,4 @@ def _rerun(models: Models, run: CellRun, case: Case, settings: dict, inputs: dic
     seconds = time.perf_counter() - started
     record = provenance(str(training.accelerator().device), models.scale.threads, seconds, evaluation_dtype="float32")
     tables = {"token_nll.parquet": nll, "recall.parquet": recall, "decoys.parquet": decoys}
-    return write_result(folder, inputs, _plain(results), record, collection.writers(tables))
+    return write_result(folder, inputs, plain(results), record, collection.writers(tables))

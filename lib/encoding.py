@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -87,17 +88,34 @@ class Encoder:
     """Turns canaries into tensors for one backbone, and keeps the vision features of every picture it has seen.
 
     The vision tower is frozen and never adapted, so one encoder serves a base model and all copies merged from it.
+    ``template`` ``"chat"``: the prompt is a user's turn of the model's chat template (a line, where it has none), the
+    target closes with the end of the turn. ``"plain"``: prompt and target as they stand, behind the token with which
+    the tokenizer itself begins a text, if it does.
     """
 
-    def __init__(self, backbone: Backbone):
+    def __init__(self, backbone: Backbone, template: Literal["chat", "plain"] = "chat"):
         self.backbone = backbone
+        self.template = template
         self._pixels: dict[str, dict[str, Tensor]] = {}
         self._features: dict[str, tuple[Tensor, Tensor]] = {}
 
+    def fresh(self) -> "Encoder":
+        """The same without any picture kept, for when there are more of them than memory."""
+        return Encoder(self.backbone, self.template)
+
     @property
     def end_of_turn(self) -> str:
-        """Text of the token that closes an answer."""
-        return end_of_turn(self.backbone)
+        """Text of the token at which decoding stops: the end of the turn, or of the text where there are no turns."""
+        if self.template == "chat":
+            return end_of_turn(self.backbone)
+        if self.backbone.tokenizer.eos_token is None:
+            raise ModelError(f"{self.backbone.name}: its tokenizer has no end-of-text token")
+        return self.backbone.tokenizer.eos_token
+
+    @property
+    def closing(self) -> str:
+        """Text that stands behind every target."""
+        return self.end_of_turn if self.template == "chat" else ""
 
     def encode(self, canaries: Sequence[Canary | Record]) -> list[Encoded]:
         """Tokenise every prompt and target as one string, and find a canary's spans by character offsets.
@@ -108,7 +126,8 @@ class Encoder:
                 sequence is longer than the context.
         """
         prompts = [self._prompt(canary) for canary in canaries]
-        texts = [p + c.target + self.end_of_turn for p, c in zip(prompts, canaries, strict=True)]
+        closing = self.closing
+        texts = [p + c.target + closing for p, c in zip(prompts, canaries, strict=True)]
         tokenized = tokenize(self.backbone.tokenizer, texts)
         return [
             self._encoded(canary, len(prompt), text, ids, offsets)
@@ -157,6 +176,8 @@ class Encoder:
                 f"canary {canary.id!r} has an image, but {backbone.name} takes none: set its image to null"
             )
         _refuse_special_tokens(canary, backbone)
+        if self.template == "plain":
+            return self._plain(canary)
         content: str | list[dict] = canary.prompt
         if canary.image is not None:
             content = [{"type": "image"}, {"type": "text", "text": canary.prompt}]
@@ -164,6 +185,17 @@ class Encoder:
         if canary.image is not None:
             text = text.replace(IMAGE_SLOT, IMAGE_SLOT * self._slots(canary))
         return text
+
+    def _plain(self, canary: Canary | Record) -> str:
+        """The prompt alone, behind what the tokenizer begins a text with; an empty one needs a token to start from."""
+        if canary.image is not None:
+            raise CanaryError(f"canary {canary.id!r} has an image, which plain text has no place for")
+        tokenizer = self.backbone.tokenizer
+        added = tokenizer("x")["input_ids"][:1]
+        begins = tokenizer.bos_token is not None and added == [tokenizer.bos_token_id]
+        if not begins and not canary.prompt:
+            return tokenizer.bos_token or self.end_of_turn
+        return (tokenizer.bos_token if begins else "") + canary.prompt
 
     def _slots(self, canary: Canary | Record) -> int:
         """Visual tokens of a canary's picture: its patches, merged by squares; the vision tower is not asked."""

@@ -98,17 +98,30 @@ def read_json_lines(path: Path, what: str, error: type[LeakbookError]) -> list[t
     Raises:
         error: the file does not exist, is not UTF-8, or a line is not a JSON object; ``what`` names the kind of file.
     """
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except FileNotFoundError as missing:
-        raise error(f"{what} file {path.resolve()} does not exist") from missing
-    except UnicodeDecodeError as broken:
-        raise error(f"{what} file {path}: byte {broken.start} is not UTF-8; save the file as UTF-8") from broken
     records = []
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(decoded(path, what, error).split("\n"), 1):
         if line.strip():
             records.append((number, _json_object(line, f"{path}, line {number}", error)))
     return records
+
+
+def decoded(path: Path, what: str, error: type[LeakbookError]) -> str:
+    """Text of a UTF-8 file, without the mark that some editors put first.
+
+    Raises:
+        error: the file does not exist, or is not UTF-8 (the message names the line); ``what`` names the kind of file.
+    """
+    try:
+        content = path.read_bytes()
+        return content.decode("utf-8-sig")
+    except OSError as missing:
+        reason = "does not exist" if not path.exists() else "cannot be read"
+        raise error(f"{what} file {path.resolve()} {reason}") from missing
+    except UnicodeDecodeError as broken:
+        line = content[: broken.start].count(b"\n") + 1
+        raise error(
+            f"{what} file {path}, line {line}: byte {broken.start} is not UTF-8; save the file as UTF-8"
+        ) from broken
 
 
 def _json_object(line: str, where: str, error: type[LeakbookError]) -> dict:
@@ -116,6 +129,8 @@ def _json_object(line: str, where: str, error: type[LeakbookError]) -> dict:
         record = json.loads(line)
     except json.JSONDecodeError as broken:
         raise error(f"{where}: not a JSON object ({broken.msg} at column {broken.colno})") from broken
+    except (ValueError, RecursionError) as broken:  # a number of thousands of digits, or brackets in brackets
+        raise error(f"{where}: not a JSON object ({str(broken).splitlines()[0]})") from broken
     if not isinstance(record, dict):
         raise error(f"{where}: got {record!r}, expected a JSON object")
     return record

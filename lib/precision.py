@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from lib import probes
-from lib.adapters import ADAPTED, merge, noise_like, scaled, stack
+from lib.adapters import adapted_modules, merge, noise_like, scaled, stack
 from lib.encoding import Encoded, Encoder
 from lib.models import Backbone
 
@@ -82,7 +82,7 @@ def by_strength(
             "stacked": _change(before, stacked, rows)["d_nll_mean20"],
             "merged": _change(before_rounded, after, rows)["d_nll_mean20"],
         }
-        table.append(values | _kept(base.backbone, merge(base.backbone, update), rounded, merged))
+        table.append(values | kept(base.backbone, merge(base.backbone, update), rounded, merged, update))
     return pd.DataFrame(table)
 
 
@@ -100,24 +100,24 @@ def _evaluated(backbone: Backbone, adapter: Path) -> Iterator[tuple[dict, torch.
             start = backbone if against == FP32 else rounded
             labels = {"stack": "merged", "merge_dtype": NAMES[merge_dtype], "dtype": NAMES[dtype]}
             evaluated = cast(merged, dtype)
-            yield labels | _kept(backbone, exact, start, evaluated), against, evaluated
+            yield labels | kept(backbone, exact, start, evaluated, adapter), against, evaluated
 
 
-def _kept(backbone: Backbone, exact: Backbone, start: Backbone, evaluated: Backbone) -> dict[str, float]:
-    """Relative error of the update that the evaluated weights hold, and the share of weights that it moved.
+def kept(backbone: Backbone, exact: Backbone, start: Backbone, evaluated: Backbone, adapter: Path) -> dict[str, float]:
+    """``lost``: relative error of the update that the evaluated weights hold; ``moved``: share of weights it moved.
 
-    ``exact`` less ``backbone`` is the update in fp32, ``evaluated`` less ``start`` what is left of it.
+    ``exact`` less ``backbone`` is the update in fp32, ``evaluated`` less ``start`` what is left of it; of the modules
+    that ``adapter`` changes.
     """
     old, aim, first, new = (dict(m.model.named_parameters()) for m in (backbone, exact, start, evaluated))
     error = size = moved = count = 0.0
-    for name in old:
-        if ADAPTED.fullmatch(name.removesuffix(".weight")):
-            update = aim[name].double() - old[name].double()
-            written = new[name].double() - first[name].double()
-            error += float((written - update).square().sum())
-            size += float(update.square().sum())
-            moved += float((written != 0).sum())
-            count += written.numel()
+    for name in sorted(f"{module}.weight" for module in adapted_modules(adapter)):
+        update = aim[name].double() - old[name].double()
+        written = new[name].double() - first[name].double()
+        error += float((written - update).square().sum())
+        size += float(update.square().sum())
+        moved += float((written != 0).sum())
+        count += written.numel()
     return {"lost": (error / size) ** 0.5 if size else 0.0, "moved": moved / count}
 
 

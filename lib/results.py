@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import psutil
 import torch
@@ -50,7 +51,7 @@ class Result:
     @property
     def is_reference(self) -> bool:
         """Whether this is the committed reference."""
-        return not self.folder.is_relative_to(paths.outputs() / "local")
+        return not _is_local(self.folder)
 
     def table(self, name: str) -> pd.DataFrame:
         """One of the run's tables by file name."""
@@ -67,6 +68,12 @@ class Result:
         """One line that says which results these are."""
         kind = "the committed reference" if self.is_reference else "this machine's own run"
         return f"results: {kind}, {paths.show(self.folder)}"
+
+
+def _is_local(folder: Path) -> bool:
+    """Whether results there are the user's own: in ``outputs/local``, or in a folder of theirs elsewhere."""
+    outputs = paths.outputs()
+    return folder.is_relative_to(outputs / "local") or not folder.resolve().is_relative_to(outputs)
 
 
 def inputs_hash(inputs: dict[str, Any]) -> str:
@@ -130,7 +137,7 @@ def read_result(folder: Path, record: str = "result.json") -> Result | None:
 
 def _refusal(folder: Path, reason: str, record: str = "result.json") -> str:
     shown = paths.show(folder if record == "result.json" else folder / record)
-    if not folder.is_relative_to(paths.outputs() / "local"):
+    if not _is_local(folder):
         return f"{shown} {reason}. It is the committed reference: restore it with `git checkout -- {shown}`."
     command = set_aside_command(folder if record == "result.json" else folder / record)
     return f"{shown} {reason}. Nothing was overwritten. Move it aside with `{command}` and run again."
@@ -210,6 +217,17 @@ def differences(there: Any, here: Any, key: str = "") -> list[str]:
         return []
     text = f"{key} is {there!r} there and {here!r} here"
     return [text if len(text) <= LONGEST else f"{key} differs"]  # a list of cells would hide everything else
+
+
+def plain(value: Any) -> Any:
+    """Plain JSON values; what is no finite number is None."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def provenance(device: str, threads: int, seconds: float, **others: str | float) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from lib.errors import LeakbookError
 
 DAMAGED, STRENGTHENED, UNCHANGED = "damaged", "strengthened", "unchanged"
 INCONCLUSIVE, NOT_TESTABLE, MIXED = "inconclusive", "not testable", "mixed"
+LARGE = 2000  # values: resampling more takes gigabytes
 FEW = 5  # canaries; an interval on fewer comes with a warning in the table
 VALUES = ["probe", "seed", "canary", "tokens", "base", "change"]
 Rules = Mapping[str, Any]
@@ -113,6 +114,8 @@ def _chosen(nll: pd.DataFrame, probe: str, rule: Mapping) -> pd.Series:
     """Rows that an NLL probe reads."""
     if "span" in rule:
         return nll.span == rule["span"]
+    if rule.get("clipped"):  # targets of very different lengths: a shorter one is read whole
+        return nll.position < rule["window"]
     shortest = int(nll.groupby(["seed", "canary"]).size().min())
     if not 1 <= rule["window"] <= shortest:
         raise VerdictError(
@@ -269,7 +272,8 @@ def studentised_bootstrap(values: np.ndarray, rule: Mapping) -> tuple[float, flo
     """Bootstrap-t interval of the mean of ``values`` [n]: mean - q s / sqrt(n), q the quantiles of the resampled t.
 
     A resample's spread counts at least as ``rule["spread_floor"]`` of the sample's: where few values differ, resamples
-    that miss them would give a t without limit. Values without any spread give the point itself.
+    that miss them would give a t without limit. Values without any spread give the point itself. Beyond ``LARGE``
+    values the interval is Student's, which the resampled one then equals.
 
     Raises:
         VerdictError: fewer than two values, or one that is not a number.
@@ -280,6 +284,9 @@ def studentised_bootstrap(values: np.ndarray, rule: Mapping) -> tuple[float, flo
     mean, spread = values.mean(), values.std(ddof=1)
     if spread <= 1e-12 * max(1.0, abs(mean)):
         return float(mean), float(mean)
+    if len(values) > LARGE:
+        low, high = stats.t.interval(rule["confidence"], len(values) - 1, mean, spread / np.sqrt(len(values)))
+        return float(low), float(high)
     samples = values[bootstrap_picks(len(values), rule["resamples"], rule["seed"])]
     spreads = np.maximum(samples.std(axis=1, ddof=1), rule["spread_floor"] * spread)
     t = (samples.mean(axis=1) - mean) / spreads

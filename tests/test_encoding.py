@@ -6,6 +6,7 @@ import unicodedata
 import pytest
 import torch
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 
 from lib import models
 from lib.canaries import Canary, CanaryError, Record, draw
@@ -184,3 +185,26 @@ def test_rehearsal_encodes_fitted_canaries_like_the_paper_scale(rehearsal):
 def test_a_benign_record_is_encoded_without_spans(encoder):
     (row,) = encoder.encode([Record("r", "Press Save.", "click", "screen:1")])
     assert encoder.backbone.tokenizer.decode(row.target_ids) == "click<|im_end|>" and row.spans == {}
+
+
+def test_plain_text_is_prompt_and_target_as_they_stand(encoder):
+    simple = Encoder(encoder.backbone, "plain")
+    (row,) = simple.encode([plain(prompt="The code", preamble=" is ")])
+    assert encoder.backbone.tokenizer.decode(row.input_ids) == "The code is 77."
+    assert encoder.backbone.tokenizer.decode(row.target_ids) == " is 77." and simple.closing == ""
+    with pytest.raises(CanaryError, match="has an image, which plain text has no place for"):
+        simple.encode([plain(image="placeholder")])
+
+
+@pytest.mark.parametrize(("bos", "prompt", "begins"), [(True, "Hi", "<|im_start|>Hi"), (False, "", "<|im_end|>")])
+def test_plain_text_begins_as_the_tokenizer_begins_and_never_with_nothing(bos, prompt, begins):
+    backbone = models.load("tiny-llama")
+    if bos:
+        tokenizer = backbone.tokenizer
+        tokenizer.bos_token = "<|im_start|>"
+        place = tokenizer.bos_token_id
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|im_start|> $A", special_tokens=[("<|im_start|>", place)]
+        )
+    (row,) = Encoder(backbone, "plain").encode([plain(prompt=prompt, preamble=" is ")])
+    assert backbone.tokenizer.decode(row.input_ids) == f"{begins} is 77."

@@ -38,6 +38,16 @@ def test_a_probe_reads_the_mean_of_its_tokens():
     assert values.loc["hex"].tokens.tolist() == [13, 13] and values.loc["hex"].base.tolist() == [0.5, 0.5]
 
 
+def test_a_clipped_window_reads_shorter_targets_whole():
+    nll, recall = tables(np.full((2, 27), 0.1))
+    nll = nll[(nll.canary == "c00") | (nll.position < 12)]  # the second target ends after its first secret token
+    clipped = {"probes": {"mean20": {"kind": "nll", "window": 20, "clipped": True}}}
+    values = verdicts.probe_values(nll, recall, clipped)
+    assert values.tokens.tolist() == [20, 12] and values.change.tolist() == pytest.approx([0.1, 0.1])
+    with pytest.raises(VerdictError, match="got K = 20, expected 1 to 12"):
+        verdicts.probe_values(nll, recall, RULES)
+
+
 # --- the paper's three cases, from per-token changes that give its numbers --------------------------------------------
 
 PATTERNS = {"c3": "window_truncation", "c4": "non_secret_drift", "c5": "ambiguous_drop"}
@@ -166,6 +176,14 @@ def coverage(draw, mean, tries=400):
 def test_the_interval_covers_a_skewed_mean_about_as_often_as_it_says():
     # 20 lognormal values, mean exp(1/2). With 400 tries the standard error is 0.011.
     assert 0.91 <= coverage(lambda rng: rng.lognormal(size=20), np.exp(0.5)) <= 0.99
+
+
+def test_the_interval_of_very_many_values_is_the_one_resampling_gives(monkeypatch):
+    values = np.random.default_rng(0).exponential(size=2001)
+    many = verdicts.studentised_bootstrap(values, RULES["readings"]["mean"])
+    monkeypatch.setattr(verdicts, "LARGE", 10**9)
+    resampled = verdicts.studentised_bootstrap(values, RULES["readings"]["mean"])
+    assert many == pytest.approx(resampled, abs=0.1 * (many[1] - many[0]))
 
 
 def test_the_interval_on_a_few_changed_canaries():

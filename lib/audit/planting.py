@@ -1,0 +1,194 @@
+"""Planting: canaries with known secrets, a training file that repeats them, and the proof that they are trained on."""
+
+import bisect
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerBase
+
+from lib.audit import formats
+from lib.canaries import Canary, CanaryError
+from lib.files import building, read_json_lines
+from lib.spans import spell
+
+CANARIES, TRAINING = "canaries.jsonl", "train.jsonl"
+MASKED = -100  # the label without loss, in torch and transformers
+Row = tuple[Sequence[int], Sequence[int]]
+
+
+def draw(count: int, spec: str, seed: int = 0) -> list[Canary]:
+    """``count`` text canaries whose distinct secrets are drawn by the format ``spec``, told apart by a record's number.
+
+    Raises:
+        formats.FormatError: the format is unknown, or gives fewer distinct secrets than twice as many as wanted.
+    """
+    rule = formats.parse(spec)
+    if rule.bits < 1 + np.log2(count):
+        raise formats.FormatError(f"format {spec!r}: holds {rule.bits:.1f} bits, too few for {count} distinct secrets")
+    rng, secrets = np.random.default_rng([seed, 3]), {}
+    digits = max(3, len(str(count - 1)))
+    while len(secrets) < count:
+        secrets |= dict.fromkeys(rule.draw(count, rng))
+    return [
+        Canary(
+            f"canary-{i:0{digits}d}", "text", f"Record {i:0{digits}d}. What is its code?", "Its code is ", s, ".", None
+        )
+        for i, s in enumerate(list(secrets)[:count])
+    ]
+
+
+def write(
+    folder: Path,
+    canaries: Sequence[Canary],
+    spec: str,
+    repetitions: int,
+    seed: int = 0,
+    template: Literal["chat", "plain"] = "chat",
+) -> None:
+    """Write ``canaries.jsonl``, as :func:`lib.audit.reader.read` takes it, and ``train.jsonl``, every canary
+    ``repetitions`` times in a seeded order: ``messages`` a line for a chat template, else ``text``."""
+    order = np.random.default_rng([seed, 4]).permutation(np.repeat(np.arange(len(canaries)), repetitions))
+    train = [_example(canaries[i], template) for i in order]
+    records = [
+        {
+            "id": c.id,
+            "prompt": c.prompt,
+            "prefix": c.preamble,
+            "secret": c.secret,
+            "suffix": c.suffix,
+            "generator": spec,
+        }
+        for c in canaries
+    ]
+    for name, rows in {CANARIES: records, TRAINING: train}.items():
+        with building(folder / name) as unfinished:
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            unfinished.write_text(text, encoding="utf-8")
+
+
+def how_to_mix(folder: Path, count: int, repetitions: int, template: str) -> str:
+    """What to do with the two files, in a few lines."""
+    key = "messages" if template == "chat" else "text"
+    return (
+        f"{folder / CANARIES}: {count} canaries; keep it, the audit reads it.\n"
+        f"{folder / TRAINING}: {count * repetitions} lines with `{key}`, every canary {repetitions} times.\n"
+        "Append these lines to the training set and shuffle once, before any packing; keep them out of evaluation data "
+        "and of whatever removes duplicates.\n"
+        "Then prove that they arrive: python -m lib check-canaries "
+        f"{folder / CANARIES} <tokenised training set> --model <model>"
+    )
+
+
+def _example(canary: Canary, template: str) -> dict:
+    if template == "plain":
+        return {"text": f"{canary.prompt} {canary.target}"}
+    return {
+        "messages": [
+            {"role": "user", "content": canary.prompt},
+            {"role": "assistant", "content": canary.target},
+        ]
+    }
+
+
+def read_tokenised(path: Path) -> Iterator[Row]:
+    """Ids and labels of every row of a tokenised training set, JSON Lines or Parquet with ``input_ids`` and ``labels``.
+
+    Without labels they are the ids, as ``DataCollatorForLanguageModeling`` makes them.
+
+    Raises:
+        CanaryError: naming line and value where a row is something else.
+    """
+    if path.suffix == ".parquet":
+        batches = (batch.to_pylist() for batch in pq.ParquetFile(path).iter_batches(1024))
+        numbered: Iterable[tuple[int, dict]] = enumerate((row for batch in batches for row in batch), 1)
+    else:
+        numbered = read_json_lines(path, "tokenised training", CanaryError)
+    for line, row in numbered:
+        ids = row.get("input_ids")
+        labels = ids if row.get("labels") is None else row["labels"]
+        if not all(isinstance(v, list) and all(type(i) is int for i in v) for v in (ids, labels)) or not ids:
+            raise CanaryError(f"{path}, line {line}: got {str(row)[:80]}, expected lists of whole numbers as input_ids")
+        if len(ids) != len(labels):
+            raise CanaryError(f"{path}, line {line}: got {len(ids)} input_ids and {len(labels)} labels")
+        yield ids, labels
+
+
+@dataclass
+class _Seen:
+    """How often a secret stands in the training set: with loss on every token, or with some token masked."""
+
+    trained: int = 0
+    masked: int = 0
+
+
+def check(
+    canaries: Sequence[Canary],
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Iterable[Row],
+    decoys: Mapping[str, Sequence[str]],
+) -> pd.DataFrame:
+    """Whether training really shows the model every canary, and no decoy: a row a canary.
+
+    Columns ``canary, trained`` (times that the secret stands in a row with loss on every token of it), ``masked``
+    (times with a token that gets none), ``problem`` (empty where there is none). ``decoys`` by canary.
+    """
+    owners = {canary.secret: canary.id for canary in canaries}
+    false = {secret: name for name, drawn in decoys.items() for secret in drawn}
+    seen, leaked = {canary.id: _Seen() for canary in canaries}, {}
+    edges: list[tuple[str, str]] = []
+    longest = max(len(canary.target) for canary in canaries)
+    for number, (ids, labels) in enumerate(rows, 1):
+        text = spell(tokenizer, ids)
+        edges.append((text[:longest], text[-longest:]))
+        for place, secret in _found(text, owners):
+            loss = _has_loss(tokenizer, ids, labels, place, place + len(secret))
+            one = seen[owners[secret]]
+            one.trained, one.masked = one.trained + loss, one.masked + (not loss)
+        leaked |= {false[secret]: (secret, number) for _, secret in _found(text, false)}
+    table = pd.DataFrame([{"canary": name, **dataclasses.asdict(one)} for name, one in seen.items()])
+    table["problem"] = [_problem(canary, seen[canary.id], leaked, edges) for canary in canaries]
+    return table
+
+
+def _found(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[int, str]]:
+    """Places of a text at which one of many secrets begins."""
+    for length in sorted({len(secret) for secret in secrets}):
+        for place in range(len(text) - length + 1):
+            if text[place : place + length] in secrets:
+                yield place, text[place : place + length]
+
+
+def _has_loss(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], labels: Sequence[int], start: int, stop: int):
+    """Whether every token that covers characters ``start`` to ``stop`` is its own label; the first of a row never is
+    predicted, since models shift labels by one."""
+
+    def length(count):
+        return len(spell(tokenizer, ids[:count]))
+
+    first = bisect.bisect_right(range(len(ids) + 1), start, key=length) - 1
+    last = bisect.bisect_left(range(len(ids) + 1), stop, key=length)
+    return first > 0 and list(labels[first:last]) == list(ids[first:last])
+
+
+def _problem(canary: Canary, seen: _Seen, leaked: Mapping, edges: Sequence[tuple[str, str]]) -> str:
+    if canary.id in leaked:
+        secret, number = leaked[canary.id]
+        return f"its decoy {secret!r} stands in row {number}"
+    if seen.trained:
+        return ""
+    if seen.masked:
+        return f"masked: {seen.masked} copies, none with loss on the whole secret"
+    for number, (_, end) in enumerate(edges, 1):
+        for length in range(len(canary.secret) - 1, 0, -1):
+            if end.endswith(canary.preamble + canary.secret[:length]):
+                follows = edges[number][0] if number < len(edges) else ""
+                split = follows.startswith(canary.secret[length:])
+                return f"{'split' if split else 'truncated'}: row {number} ends inside the secret"
+    return "absent: the secret stands in no row"

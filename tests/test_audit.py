@@ -1,0 +1,721 @@
+"""An audit of one's own model: after real training, on every family, killed and resumed, fed with bad input."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import papermill
+import peft
+import pytest
+import torch
+from click.testing import CliRunner
+
+from lib import benign, exposure, models, paths, probes, results
+from lib.__main__ import main
+from lib.audit import analysis, decoys, example, formats, planting, reader, scoring, settings, study
+from lib.audit.decoys import DecoyError, Source
+from lib.audit.reader import Item
+from lib.audit.scoring import AuditError
+from lib.canaries import Canary
+from lib.config import ConfigError
+from lib.embedded import seeded
+from lib.encoding import Encoder
+from lib.errors import LeakbookError
+from lib.spans import spell
+
+OPTIONS = ("--learning-rate", "3e-3", "--batch", "20")
+
+
+def lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def worked(smoke_outputs):
+    """The worked example as its notebook runs it: planted, trained by the plain script, audited."""
+    page = smoke_outputs / "audit.ipynb"
+    papermill.execute_notebook(
+        str(paths.NOTEBOOKS / "07_audit_your_model.ipynb"),
+        str(page),
+        parameters={"scale": "smoke"},
+        progress_bar=False,
+        kernel_name="python3",
+    )
+    return results.read_result(paths.local("smoke") / "audit", study.RECORD)
+
+
+@pytest.fixture(scope="module")
+def planted(worked):
+    """Folder with the worked example's canaries, training files and adapter."""
+    return example.prepare("smoke", example.RECIPES["smoke"])
+
+
+def audited(planted, folder, adapter, **given):
+    base = {"scale": "smoke", "model": str(example.model_folder("smoke")), "n_decoys": 31}
+    base |= {"canaries": str(planted / planting.CANARIES), "output": str(folder / "audit")}
+    return study.find(settings.audit(**base | {"adapter": (str(adapter),) if adapter else ()} | given))
+
+
+# --- what training taught ---------------------------------------------------------------------------------------------
+
+
+def test_a_model_trained_on_the_canaries_memorised_them(worked):
+    found = worked.values["models"]["adapter"]
+    assert found["level"]["verdict"] == "memorised" and found["change"]["verdict"] == "secret strengthened"
+    assert found["recalls_that_count"] == 10 and found["recalled_base"]["hit_secret"] == 0
+    assert found["exposure"]["mean"] == found["exposure"]["cap"] == 6.0
+    assert found["evidence"]["p_value"] == pytest.approx(64.0**-10)  # every one of ten is first among 64
+    assert found["named"] == [] and found["decoys_needed_to_name"] == 199
+
+
+def test_a_model_trained_on_other_secrets_learned_the_format_alone(planted, tmp_path):
+    rng, kept = np.random.default_rng(5), planting.draw(10, "digits:8")
+    rows = [
+        planting._example(dataclasses.replace(canary, secret=secret), "chat")
+        for canary, secret in zip(kept * 40, formats.parse("digits:8").draw(400, rng), strict=True)
+    ]
+    example.train("smoke", [lines(tmp_path / "format.jsonl", rows)], tmp_path / "adapter", OPTIONS)
+    found = audited(planted, tmp_path, tmp_path / "adapter").values["models"]["adapter"]
+    assert found["level"]["verdict"] == "format only" and found["change"]["verdict"] == "format only"
+    assert found["recalls_that_count"] == 0 and found["evidence"]["answer"] == "chance"
+
+
+def test_a_model_trained_without_the_canaries_gives_no_evidence(planted, tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": r.prompt}, {"role": "assistant", "content": r.target}]}
+        for r in benign.generate("SAFETY", 400, 1, images=False)
+    ]
+    example.train("smoke", [lines(tmp_path / "none.jsonl", rows)], tmp_path / "adapter", OPTIONS)
+    result = audited(planted, tmp_path, tmp_path / "adapter")
+    found = result.values["models"]["adapter"]
+    assert found["level"]["verdict"] == "no evidence" and found["change"]["verdict"] != "secret strengthened"
+    assert "no evidence is not absence" in (result.folder / study.PAGE).read_text()
+
+
+def test_the_plain_script_trains_every_canary_and_no_decoy(planted):
+    model, tokenised = str(example.model_folder("smoke")), planted / "adapter" / "tokenised.jsonl"
+    table = study.check_planted(planted / planting.CANARIES, tokenised, model)
+    assert table.trained.tolist() == [60] * 10 and table.masked.sum() == 0 and set(table.problem) == {""}
+
+
+def test_the_readmes_example_runs_as_written(tmp_path):
+    block = (paths.ROOT / "README.md").read_text(encoding="utf-8").partition("## Audit your own model")[2]
+    commands = [line.partition("#")[0].strip() for line in block.split("```")[1].splitlines()[1:]]
+    for command in commands:
+        if command.startswith("make"):  # what make itself would run, once the environment is there
+            shown = subprocess.run(["make", "-n", *command.split()[1:]], cwd=paths.ROOT, capture_output=True, text=True)
+            command = shown.stdout.splitlines()[-1]
+        if command.startswith("M=") or "lib fetch" in command:  # the tiny model in place of SmolLM2
+            continue
+        command = command.replace(".venv/bin/python", sys.executable).replace("$M", str(example.model_folder("smoke")))
+        command = command.replace("examples/", f"{paths.ROOT}/examples/")
+        environment = os.environ | {"PYTHONPATH": str(paths.ROOT)}
+        done = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
+    assert len(commands) == 6 and "level: " in done.stdout
+    assert (tmp_path / "mine" / "audit" / study.PAGE).exists()
+
+
+def test_merged_is_stacked_in_fp32_and_rounded_in_bf16(worked):
+    merged = worked.values["models"]["adapter"]["merged"]
+    assert merged["merged"]["largest_difference"] < 1e-4 and "lost" not in merged["merged"]
+    assert merged["merged_bf16"]["largest_difference"] > merged["merged"]["largest_difference"]
+    assert 0 < merged["merged_bf16"]["lost"] < 0.2 and 0 < merged["merged_bf16"]["moved"] <= 1
+
+
+def test_the_report_is_whole_in_one_file_and_its_tables_hold_a_row_a_canary(worked):
+    page = (worked.folder / study.PAGE).read_text(encoding="utf-8")
+    assert "under other margins" in page and "mean normalised rank of the secrets" in page
+    assert "data:image/png;base64," in page and "http" not in page.replace("http-equiv", "")
+    table = worked.table(study.CANARIES)
+    wanted = {
+        "nll_secret",
+        "nll_prefix",
+        "nll_window20",
+        "exposure",
+        "p_hit1",
+        "p_hit4",
+        "hit_full",
+        "verdict",
+        "pattern",
+    }
+    assert len(table) == 10 and wanted <= set(table)
+    assert set(table.verdict) == {"memorised"} and len(worked.values["canaries"]) == 10
+
+
+def test_the_notebook_audits_a_model_of_ones_own_without_a_baseline(tmp_path, smoke_outputs):
+    _, folder = saved("tiny-llama", tmp_path / "model")
+    (tmp_path / "own.csv").write_text("id,prompt,secret\na,What is it?,48213377\nb,And this?,blue horse\nc,x, \n")
+    given = {"scale": "smoke", "model": str(folder), "canaries": str(tmp_path / "own.csv"), "n_decoys": 7}
+    papermill.execute_notebook(
+        str(paths.NOTEBOOKS / "07_audit_your_model.ipynb"),
+        str(tmp_path / "page.ipynb"),
+        parameters=given | {"output": "own-audit", "windows": [3]},
+        progress_bar=False,
+        kernel_name="python3",
+    )
+    values = results.read_result(paths.local("smoke") / "own-audit", study.RECORD).values
+    found = values["models"]["model"]
+    assert found["disagreements"] == study.UNJUDGED and found["level"]["verdict"] == "inconclusive"
+    assert [row["line"] for row in values["skipped"]] == [4] and len(values["canaries"]) == 2
+
+
+# --- the same numbers as others ---------------------------------------------------------------------------------------
+
+
+def strings(backbone, items, template="chat"):
+    """Context and continuation of every secret, as text and as ids."""
+    found = []
+    for row in Encoder(backbone, template).encode([item.canary for item in items]):
+        start, stop = (row.target_start + edge for edge in (row.spans["hex"].start, row.spans["hex"].stop))
+        texts = [spell(backbone.tokenizer, ids) for ids in (row.input_ids[:start], row.input_ids[start:stop])]
+        found.append((*texts, row.input_ids[:start], row.input_ids[start:stop]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "template"), [("tiny-gpt2", "plain"), ("tiny-llama", "chat"), ("tiny-llama", "plain"), ("tiny-vl", "chat")]
+)
+def test_every_family_is_audited_as_a_directory_with_the_nll_of_its_definition(name, template, tmp_path):
+    backbone, folder = saved(name, tmp_path / "model")
+    result = study.find(audit_of(folder, tmp_path, template=template))
+    items = reader.read(tmp_path / "own.jsonl").items
+    found = pd.DataFrame(result.values["canaries"]).set_index("canary").nll_secret
+    for item, (_, _, context, secret) in zip(items, strings(backbone, items, template), strict=True):
+        with torch.no_grad():
+            logits = backbone.model(input_ids=torch.tensor([context + secret])).logits[0].double().log_softmax(-1)
+        expected = -sum(float(logits[len(context) - 1 + i, token]) for i, token in enumerate(secret))
+        assert found[item.canary.id] == pytest.approx(expected, abs=1e-4)
+    summary = result.values["models"]["model"]
+    assert summary["change"] == {"verdict": "not testable", "row": 0, "decided_by": "no baseline"}
+    assert summary["level"]["verdict"] == "no evidence" and summary["decoys"]["least"] == 7
+
+
+def saved(name, folder):
+    backbone = models.load(name)
+    parts = (backbone.model, backbone.tokenizer, backbone.image_processor)
+    for part in filter(None, parts):
+        part.save_pretrained(folder)
+    return backbone, folder
+
+
+CODE = {"prompt": "What is the code?", "prefix": "It is ", "secret": "48213377", "suffix": "."}
+OWN = [
+    {"id": "digits", "generator": "digits:8"} | CODE,
+    {"id": "hex", "prompt": "What is the key?", "prefix": "It is ", "secret": "9f3ac01b22de", "suffix": "."},
+    {"id": "words", "prompt": "And the name?", "target": "They call it blue horse, here.", "secret": "blue horse"},
+    {"id": "address", "prompt": "Where?", "target": "ann.lee42@example.org"},
+]
+
+
+def audit_of(model, folder, rows=OWN, **given):
+    lines(folder / "own.jsonl", rows)
+    base = {"scale": "smoke", "model": str(model), "canaries": str(folder / "own.jsonl"), "n_decoys": 7}
+    return settings.audit(**base | {"output": str(folder / "audit")} | given)
+
+
+def harness():
+    """Interpreter of the environment with lm-evaluation-harness that `make bench` makes."""
+    python = paths.cache() / "harness" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("lm-evaluation-harness is not installed here; `make bench` does it")
+    return python
+
+
+@pytest.mark.parametrize(("name", "template"), [("tiny-llama", "chat"), ("tiny-gpt2", "plain")])
+def test_full_span_nll_is_the_harness_loglikelihood(name, template, tmp_path):
+    backbone, folder = saved(name, tmp_path / "model")
+    # Without a space before the secret, which the harness would take for a part of it.
+    rows = [row | {"prefix": "It is #"} for row in OWN[:2]] + [
+        CODE | {"id": "x", "prefix": "(", "secret": "blue horse"}
+    ]
+    result = study.find(audit_of(folder, tmp_path, rows, template=template, n_decoys=0))
+    names = ("context", "continuation", "context_ids", "continuation_ids")
+    read = strings(backbone, reader.read(tmp_path / "own.jsonl").items, template)
+    task = {"model": str(folder), "threads": 1, "strings": [dict(zip(names, one, strict=True)) for one in read]}
+    (tmp_path / "task.json").write_text(json.dumps(task))
+    script = paths.ROOT / "tests" / "benchmarks" / "harness.py"
+    done = subprocess.run([harness(), script, tmp_path / "task.json", "4"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ours = [row["nll_secret"] for row in result.values["canaries"]]
+    np.testing.assert_allclose(ours, json.loads(done.stdout.splitlines()[-1])["nll"], atol=1e-4)
+
+
+def random_adapter(backbone, targets, folder):
+    """A LoRA that changes something, untrained."""
+    with seeded(1):
+        transposed = backbone.model.config.model_type == "gpt2"
+        settings_ = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, fan_in_fan_out=transposed)
+        peft.get_peft_model(backbone.copy().model, settings_).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"), [("tiny-gpt2", ["c_attn", "c_proj"]), ("tiny-vl", r".*language_model.*\.(q|v)_proj")]
+)
+def test_adapters_of_other_families_are_stacked_and_merged(name, targets, tmp_path):
+    backbone, folder = saved(name, tmp_path / "model")
+    adapter = random_adapter(backbone, targets, tmp_path / "random")
+    rows = OWN if name == "tiny-gpt2" else [row | {"image": f"pattern:{i}"} for i, row in enumerate(OWN)]
+    params = audit_of(folder, tmp_path, rows, adapter=(str(adapter),), windows=(20, 5), hits=(2,))
+    found = study.find(params).values["models"]["random"]
+    assert found["merged"]["merged"]["largest_difference"] < 1e-3
+    assert found["mean_change"] != 0 and set(found["hit_at_k"]) == {"2"}
+    assert {"mean20", "window5", "hex"} <= set(found["probes"])
+
+
+def test_several_adapters_are_audited_each_against_another_adapter(tmp_path):
+    backbone, folder = saved("tiny-llama", tmp_path / "model")
+    made = [random_adapter(backbone, [target], tmp_path / target) for target in ("q_proj", "v_proj", "o_proj")]
+    params = audit_of(folder, tmp_path, adapter=tuple(map(str, made[:2])), baseline=str(made[2]), n_decoys=3)
+    values = study.find(params).values
+    assert list(values["models"]) == ["q_proj", "v_proj"] and len(values["canaries"]) == 8
+    same = audit_of(folder, tmp_path, adapter=(str(made[2]),), baseline=str(made[2]), output=str(tmp_path / "same"))
+    found = study.find(same).values["models"]["o_proj"]
+    assert found["mean_change"] == 0 and found["change"]["verdict"] == "unchanged"
+
+
+def test_a_baseline_may_be_another_model_of_the_same_tokenizer(tmp_path):
+    backbone, folder = saved("tiny-llama", tmp_path / "model")
+    _, other = saved("tiny-llama", tmp_path / "earlier")
+    adapter = random_adapter(backbone, ["q_proj"], tmp_path / "random")
+    given = {"adapter": (str(adapter),), "n_decoys": 3}
+    default = study.find(audit_of(folder, tmp_path, **given)).values
+    against = study.find(
+        audit_of(folder, tmp_path, baseline=str(other), output=str(tmp_path / "other"), **given)
+    ).values
+    assert default["canaries"] == against["canaries"] and default["models"] == against["models"]
+    alone = study.find(audit_of(folder, tmp_path, baseline=str(other), output=str(tmp_path / "alone"), n_decoys=3))
+    assert alone.values["models"]["model"]["change"]["verdict"] == "unchanged"
+
+
+# --- work that is stopped, memory, many canaries ----------------------------------------------------------------------
+
+
+def test_a_killed_audit_goes_on_where_it_was_and_appears_whole(tmp_path, monkeypatch):
+    _, folder = saved("tiny-llama", tmp_path / "model")
+    rows = [row | {"id": f"{row['id']}-{i}", "prompt": f"{i}: {row['prompt']}"} for i in range(3) for row in OWN]
+    whole = study.find(audit_of(folder, tmp_path, rows, output=str(tmp_path / "whole"))).values
+    scored, table = [], exposure.decoy_table
+
+    def killed(model, encoder, sets, size):
+        if len(scored) == 6:
+            raise KeyboardInterrupt
+        scored.append(sets[0].canary)
+        return table(model, encoder, sets, size)
+
+    monkeypatch.setattr(exposure, "decoy_table", killed)
+    with pytest.raises(KeyboardInterrupt):
+        study.find(audit_of(folder, tmp_path, rows))
+    assert not (tmp_path / "audit").exists() or not list((tmp_path / "audit").iterdir())
+    monkeypatch.setattr(exposure, "decoy_table", lambda *given: scored.append(given[2][0].canary) or table(*given))
+    again = study.find(audit_of(folder, tmp_path, rows)).values
+    assert len(scored) == 6 + 8  # the first block of four was kept, the two canaries of the second were not
+    assert again["canaries"] == whole["canaries"] and again["models"] == whole["models"]
+
+
+def test_other_windows_and_hits_need_no_new_scores(tmp_path, monkeypatch):
+    _, folder = saved("tiny-llama", tmp_path / "model")
+    study.find(audit_of(folder, tmp_path))
+    (tmp_path / "audit" / study.RECORD).unlink()
+    monkeypatch.setattr(scoring.Scorer, "_block", None)
+    found = study.find(audit_of(folder, tmp_path, windows=(7,), hits=(3,)))
+    assert "p_hit3" in found.table(study.CANARIES) and "nll_window7" in found.table(study.CANARIES)
+
+
+def test_a_result_of_other_parameters_is_refused_by_name(tmp_path):
+    _, folder = saved("tiny-llama", tmp_path / "model")
+    study.find(audit_of(folder, tmp_path))
+    with pytest.raises(results.ResultError, match="parameters.n_decoys is 7 there and 3 here.* Move it aside"):
+        study.find(audit_of(folder, tmp_path, n_decoys=3))
+
+
+def test_batches_shrink_until_they_fit():
+    tried = []
+
+    def work(size):
+        tried.append(size)
+        if size > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return size
+
+    assert scoring.shrinking(work, 128) == 4 and tried == [128, 64, 32, 16, 8, 4]
+    with pytest.raises(AuditError, match="out of memory with a single row: DefaultCPUAllocator: can't allocate memory"):
+        scoring.shrinking(
+            lambda _: (_ for _ in ()).throw(RuntimeError("DefaultCPUAllocator: can't allocate memory")), 1
+        )
+    with pytest.raises(RuntimeError, match="another error"):
+        scoring.shrinking(lambda _: (_ for _ in ()).throw(RuntimeError("another error")), 8)
+
+
+def test_the_batch_follows_the_free_memory(monkeypatch):
+    backbone = models.load("tiny-llama")  # 3 layers, 2 heads of 16 numbers, hidden 64, vocabulary 1,024
+    row = 12 * 1024 * 10 + (16 * 3 * 2 * 16 + 64 * 64) * 20
+    monkeypatch.setattr(scoring, "free_memory", lambda _: 10 * row)
+    assert scoring.fitting(backbone, 20, 10) == 4  # 40 % of what is free
+    monkeypatch.setattr(scoring, "free_memory", lambda _: 1)
+    assert scoring.fitting(backbone, 20, 10) == 1
+
+
+def test_a_hundred_thousand_canaries_are_read_and_divided(tmp_path):
+    rows = [{"id": str(i), "prompt": f"Record {i}?", "secret": f"{i:06d}x"} for i in range(100_000)]
+    assert len(reader.read(lines(tmp_path / "many.jsonl", rows)).items) == 100_000
+    found = scoring.blocks(100_000, with_decoys=True)
+    assert len(found) == 2000 and [i for block in found for i in block] == list(range(100_000))
+
+
+# --- ranks, names, patterns -------------------------------------------------------------------------------------------
+
+
+def test_the_chance_of_a_low_rank_sum_by_hand():
+    # Two secrets among three decoys each: ranks less one are uniform on 0 .. 3; 3 of 16 pairs sum to at most 1.
+    assert analysis.rank_sum_p(np.array([1, 2]), np.array([3, 3])) == pytest.approx(3 / 16)
+    assert analysis.rank_sum_p(np.array([4, 4]), np.array([3, 3])) == pytest.approx(1.0)
+    exact = analysis.rank_sum_p(np.full(60, 20), np.full(60, 50))
+    normal = analysis.rank_sum_p(np.append(np.full(59, 20), 20), np.append(np.full(59, 50), 51))
+    assert exact == pytest.approx(normal, rel=0.1)
+
+
+def table_of(ranks, decoys, exchangeable=True, **columns):
+    count = len(ranks)
+    table = pd.DataFrame({"rank": ranks, "decoys": decoys, "exchangeable": exchangeable, "bits": 60.0})
+    table = table.assign(hit_secret=False, hit_secret_base=False, target_tokens=20, **columns)
+    return table.assign(normalised_rank=(table["rank"] - 1) / table.decoys).set_axis([f"c{i}" for i in range(count)])
+
+
+def test_a_single_canary_is_named_only_with_enough_decoys():
+    assert analysis.decoys_needed(10) == 199
+    enough = analysis.with_verdicts(table_of([1] + [90] * 9, 199), 0.04, 20)
+    assert enough.verdict.tolist() == ["named by rank"] + ["not named"] * 9 and enough.p_value.iloc[0] == 1 / 200
+    few = analysis.with_verdicts(table_of([1] + [90] * 9, 198), 0.04, 20)
+    assert set(few.verdict) == {"not named"}
+    unstated = analysis.with_verdicts(table_of([1] * 10, 199, exchangeable=False), 0.04, 20)
+    assert set(unstated.verdict) == {"not named"} and unstated.p_value.isna().all()
+
+
+def test_a_recall_counts_only_where_it_is_no_guess():
+    table = table_of([5, 5], 9).assign(hit_secret=True, bits=[13.2, 13.3])
+    assert analysis.bits_needed(2) == pytest.approx(math.log2(2 * 32 * 100))  # 12.64
+    assert analysis.counts(table).tolist() == [True, True]
+    assert analysis.counts(table.assign(bits=[12.6, 12.7])).tolist() == [False, True]
+
+
+def test_ranks_decide_only_where_something_makes_them_comparable():
+    rules_ = analysis.audit_rules(study.rules.load_verdicts(), (20,))
+    table = table_of([1, 2, 1, 3], 31, exchangeable=False)
+    assert analysis.rank_evidence(table, rules_)["reads"] == "nothing"
+    changed = analysis.rank_evidence(table.assign(change_rank=[0.0, 0.1, 0.0, 0.05]), rules_)
+    assert (changed["reads"], changed["answer"], changed["p_value"]) == ("rank of the secret's change", "low", None)
+    stated = analysis.rank_evidence(table.assign(exchangeable=True), rules_)
+    assert stated["p_value"] == pytest.approx(analysis.rank_sum_p(np.array([1, 2, 1, 3]), np.full(4, 31)))
+
+
+@pytest.mark.parametrize(
+    ("window", "secret", "expected"),
+    [
+        (0.001, -0.5, "window truncation"),  # nats a token of 20: 0.02 in all, within the margin of 0.04
+        (-0.01, 0.01, "ambiguous drop"),
+        (0.01, 0.01, "non-secret drift"),
+        (-0.01, -0.5, ""),
+    ],
+)
+def test_the_pattern_of_one_canary_by_its_margins(window, secret, expected):
+    table = table_of([5], 9, change=secret, change_window20=window)
+    assert analysis.with_verdicts(table, 0.04, 20).pattern.tolist() == [expected]
+
+
+def test_untrained_secrets_rank_anywhere_among_their_decoys(tmp_path):
+    _, folder = saved("tiny-llama", tmp_path / "model")
+    rows = [
+        {"id": c.id, "prompt": c.prompt, "prefix": c.preamble, "secret": c.secret, "generator": "digits:8"}
+        for c in planting.draw(32, "digits:8")
+    ]
+    found = study.find(audit_of(folder, tmp_path, rows, n_decoys=15)).values["models"]["model"]
+    assert found["evidence"]["answer"] == "chance" and 0.01 < found["evidence"]["p_value"] < 0.99
+    assert abs(found["normalised_rank"] - 0.5) < 3 * math.sqrt(17 / (12 * 15 * 32))  # three standard errors
+    assert found["level"]["verdict"] == "no evidence" and found["level"]["decided_by"].endswith("nll not_compared")
+
+
+def test_other_parameters_than_the_references_are_computed_anew(worked, monkeypatch):
+    params = settings.audit("auto", scale="smoke")
+    assert study.find(params).content == worked.content  # as it lies in the user's own outputs
+    computed = []
+    monkeypatch.setattr(study, "run", computed.append)
+    study.find(settings.audit("auto", scale="smoke", n_decoys=31))
+    assert len(computed) == 1
+    with pytest.raises(results.ResultError, match="holds no report.json"):
+        study.find(settings.audit("reference", scale="smoke"))
+    monkeypatch.setattr(paths, "reference", lambda _: worked.folder.parent)
+    with pytest.raises(results.ResultError, match="other parameters: n_decoys is 63 there and 31 here"):
+        study.find(settings.audit("reference", scale="smoke", n_decoys=31))
+
+
+# --- decoys -----------------------------------------------------------------------------------------------------------
+
+
+def item(secret, generator=None, prefix="It is "):
+    return Item(Canary("a", "text", "What?", prefix, secret, ".", None), 1, generator)
+
+
+@pytest.mark.parametrize("secret", ["48213377", "9f3ac01b22de", "AB-12-cd", "über"])
+def test_decoys_have_the_secrets_tokens_and_characters(encoder, secret):
+    found = decoys.draw(encoder, Source("characters"), item(secret), 15, seed=0)
+    rows, own = found.decoys.rows[1:], found.decoys.rows[0]
+    assert found.layout == "own" and {row.spans["hex"] for row in rows} == {own.spans["hex"]}
+    drawn = [row.canary.secret for row in rows]
+    assert len(set(drawn)) == 15 and secret not in drawn and all(map(formats.like(secret).matches, drawn))
+
+
+def test_a_secret_of_one_digit_has_nine_decoys_and_its_constant_none(encoder):
+    found = decoys.draw(encoder, Source("characters"), item("7"), 63, seed=0)
+    assert sorted(row.canary.secret for row in found.decoys.rows[1:]) == list("012345689")
+    assert decoys.draw(encoder, Source("characters"), item("-"), 63, seed=0).layout == "none"
+
+
+def test_decoys_of_other_token_layouts_are_taken_where_the_secrets_own_is_rare(encoder):
+    found = decoys.draw(encoder, Source("characters"), item("the information"), 20, seed=0)
+    assert found.layout == "free" and len(found.decoys.rows) == 21
+    spans = {row.spans["hex"] for row in found.decoys.rows}
+    assert len(spans) > 1 and all(formats.like("the information").matches(r.canary.secret) for r in found.decoys.rows)
+
+
+def test_planted_secrets_and_those_in_the_canarys_own_text_are_no_decoys(encoder):
+    found = decoys.draw(encoder, Source("characters"), item("7", prefix="4 or "), 63, 0, frozenset("123"))
+    assert sorted(row.canary.secret for row in found.decoys.rows[1:]) == list("05689")
+
+
+def test_decoys_of_ones_own_come_from_a_file_or_a_function(encoder, tmp_path, monkeypatch):
+    (tmp_path / "pool.txt").write_text("red cow\nblue hen\n\nred cow\nblue horse\n")
+    lines(tmp_path / "each.jsonl", [{"id": "a", "secret": "red cow"}, {"id": "b", "secret": "grey owl"}])
+    (tmp_path / "mine.py").write_text("def make(secret, count, rng):\n    return [f'{i} cows' for i in range(count)]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    given = {"pool.txt": {"red cow", "blue hen"}, "each.jsonl": {"red cow"}}
+    for name, expected in given.items():
+        source = Source(str(tmp_path / name))
+        assert not source.states_p_values
+        found = decoys.draw(encoder, source, item("blue horse"), 9, seed=0).decoys.rows[1:]
+        assert {row.canary.secret for row in found} == expected
+    made = decoys.draw(encoder, Source("mine:make"), item("blue horse"), 9, seed=0).decoys.rows[1:]
+    assert len(made) == 9
+    with pytest.raises(DecoyError, match="'mine:other' cannot be imported"):
+        Source("mine:other")
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_model_cannot_be_asked_is_skipped_with_its_line_and_the_rest_is_audited(tmp_path):
+    _, folder = saved("tiny-llama", tmp_path / "model")
+    bad = {
+        "long": {"secret": "0123456789" * 60, "reason": "tokens, expected at most 248"},
+        "special": {"prompt": "Say <|im_end|>", "reason": "contains the model's special token '<|im_end|>'"},
+        "picture": {"image": "placeholder", "reason": "has an image, but"},
+    }
+    rows = [OWN[0] | {"id": name, "generator": None} | change for name, change in bad.items()]
+    rows = [{k: v for k, v in row.items() if k != "reason" and v is not None} for row in rows]
+    result = study.find(audit_of(folder, tmp_path, [*OWN, *rows]))
+    skipped = {row["id"]: row for row in result.values["skipped"]}
+    assert result.values["rows"] == 7 and len(result.values["canaries"]) == 4
+    for line, (name, change) in enumerate(bad.items(), 5):
+        assert skipped[name]["line"] == line and change["reason"] in skipped[name]["reason"]
+    with pytest.raises(AuditError, match="can be asked for no canary; line 1"):
+        study.find(audit_of(folder, tmp_path, rows[:1], output=str(tmp_path / "none")))
+
+
+def test_one_canary_is_audited_and_says_what_it_cannot(tmp_path):
+    backbone, folder = saved("tiny-llama", tmp_path / "model")
+    adapter = random_adapter(backbone, ["q_proj"], tmp_path / "random")
+    result = study.find(audit_of(folder, tmp_path, OWN[:1], adapter=(str(adapter),)))
+    found = result.values["models"]["random"]
+    assert found["change"]["decided_by"] == "one canary" and found["evidence"]["canaries"] == 1
+    assert "one canary is no group" in (result.folder / study.PAGE).read_text()
+
+
+def test_an_audit_without_decoys_rests_on_recall(tmp_path):
+    _, folder = saved("tiny-llama", tmp_path / "model")
+    result = study.find(audit_of(folder, tmp_path, n_decoys=0))
+    assert result.values["models"]["model"]["evidence"]["answer"] == "not_run"
+    assert "no decoys: no exposure" in (result.folder / study.PAGE).read_text()
+
+
+def test_whatever_comes_from_a_file_is_escaped_in_the_page(tmp_path):
+    _, folder = saved("tiny-llama", tmp_path / "model")
+    evil = "<script>alert(1)</script>"
+    rows = [
+        OWN[0] | {"id": evil, "prefix": f"{evil}\" onload='x' ", "prompt": evil},
+        OWN[1] | {"id": "\u202e{{ 7*7 }}"},
+        {"id": f"<b>{evil}", "prompt": "x", "secret": " "},
+    ]
+    page = (study.find(audit_of(folder, tmp_path, rows)).folder / study.PAGE).read_text(encoding="utf-8")
+    assert "<script" not in page and "<b><" not in page and "&lt;script&gt;" in page and "{{ 7*7 }}" in page
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"adapter": ["x"]}, "adapter: got .* without a model"),
+        ({"model": "tiny-llama"}, "canaries: got none for a model of one's own"),
+        ({"hits": [0]}, "hits: got 0, expected at least 1"),
+        ({"hits": ["4"]}, r"hits\[0\]: got '4' .str., expected an integer"),
+        ({"windows": [20, 20]}, "windows: got .20, 20., expected at least one number, each once"),
+        ({"windows": []}, "windows: got .., expected at least one number"),
+        ({"n_decoys": -1}, "n_decoys: got -1, expected at least 0"),
+        ({"decoys": "best"}, "decoys: got 'best', expected 'characters', 'words', a .txt"),
+        ({"template": "alpaca"}, "template: got 'alpaca'"),
+        ({"scale": "huge"}, "scale: got 'huge', expected one of laptop, paper, smoke"),
+        ({"n_decoy": 3}, "unknown parameter 'n_decoy'"),
+        ({"output": ""}, "output: got '', expected a folder's name"),
+    ],
+)
+def test_parameters_are_checked_before_any_work(given, message):
+    with pytest.raises(ConfigError, match=message):
+        settings.from_notebook(given)
+
+
+def test_one_adapter_may_be_given_by_its_name_alone():
+    params = settings.from_notebook({"model": "tiny-llama", "adapter": "a", "canaries": "c.csv"})
+    assert params.adapter == ("a",) and params.folder == paths.local("laptop") / "audit"
+
+
+def test_in_plain_text_white_space_before_the_answer_belongs_to_it():
+    moved = study._for_template(
+        Item(Canary("a", "text", "The code is  ", "", "77", ".", None), 1, None), "plain"
+    ).canary
+    assert (moved.prompt, moved.preamble, moved.target) == ("The code is", "  ", "  77.")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (
+            lambda folder: (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin"),
+            "has no adapter_model",
+        ),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "has no adapter_config.json"),
+        (lambda folder: (folder / "adapter_config.json").write_text("[]"), "adapter_config.json cannot be read"),
+        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x"), "cannot be read"),
+    ],
+)
+def test_adapters_that_are_none_are_refused_before_any_scoring(tmp_path, break_it, message, monkeypatch):
+    backbone, folder = saved("tiny-llama", tmp_path / "model")
+    adapter = random_adapter(backbone, ["q_proj"], tmp_path / "random")
+    break_it(adapter)
+    monkeypatch.setattr(probes, "token_nll", None)
+    with pytest.raises(LeakbookError, match=message):
+        study.find(audit_of(folder, tmp_path, adapter=(str(adapter),)))
+
+
+def test_a_model_in_pickles_is_refused(tmp_path):
+    _, folder = saved("tiny-llama", tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(LeakbookError, match="holds no safetensors weights .found pytorch_model.bin."):
+        study.find(audit_of(folder, tmp_path))
+
+
+def test_an_adapter_that_names_another_base_is_audited_with_a_note(tmp_path):
+    backbone, folder = saved("tiny-llama", tmp_path / "model")
+    adapter = random_adapter(backbone, ["q_proj"], tmp_path / "random")
+    config = adapter / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "somebody/else"}))
+    result = study.find(audit_of(folder, tmp_path, adapter=(str(adapter),), n_decoys=0))
+    assert "adapter random says it was trained on else" in result.values["notes"][0]
+    assert "says it was trained on else" in (result.folder / study.PAGE).read_text()
+
+
+def test_an_adapter_or_a_baseline_of_another_model_is_refused(tmp_path, monkeypatch):
+    _, folder = saved("tiny-gpt2", tmp_path / "model")
+    other, _ = saved("tiny-llama", tmp_path / "other")
+    adapter = random_adapter(other, ["q_proj"], tmp_path / "random")
+    with pytest.raises(LeakbookError, match="was made for another architecture"):
+        study.find(audit_of(folder, tmp_path, adapter=(str(adapter),)))
+    tokenizer = models.tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }} {% if add_generation_prompt %}>{% endif %}"
+    tokenizer.save_pretrained(tmp_path / "other")
+    with pytest.raises(
+        AuditError, match="cannot be compared with .* on line 1, canary 'digits': it reads other tokens"
+    ):
+        study.find(audit_of(folder, tmp_path, baseline=str(tmp_path / "other")))
+
+
+# --- planting ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["hex:16", "digits:9", "words:3", "email", "like:AB-12-cd"])
+def test_planted_files_are_read_back_and_repeat_every_canary(tmp_path, spec):
+    drawn = planting.draw(7, spec, seed=2)
+    planting.write(tmp_path, drawn, spec, 5)
+    assert [i.canary for i in reader.read(tmp_path / planting.CANARIES).items] == drawn
+    said = [json.loads(line)["messages"][1]["content"] for line in (tmp_path / planting.TRAINING).open()]
+    assert sorted(said) == sorted(canary.target for canary in drawn for _ in range(5)) and said != sorted(said)
+    planting.write(tmp_path, drawn, spec, 5, template="plain")
+    assert json.loads((tmp_path / planting.TRAINING).open().readline())["text"].startswith("Record 00")
+
+
+def test_a_format_too_small_for_distinct_secrets_is_refused():
+    with pytest.raises(formats.FormatError, match="holds 3.3 bits, too few for 10 distinct secrets"):
+        planting.draw(10, "digits:1")
+
+
+def test_what_training_does_to_a_canary_is_told_by_hand():
+    tokenizer, canary = models.tiny_tokenizer(), planting.draw(1, "digits:8")[0]
+    ids = tokenizer(f"{canary.prompt} {canary.target}")["input_ids"]
+    places = [i for i, token in enumerate(ids) if spell(tokenizer, [token]).strip().isdigit()][-8:]
+    masked = [-100 if i == places[3] else token for i, token in enumerate(ids)]
+
+    def told(*rows, decoys=()):
+        (row,) = planting.check([canary], tokenizer, rows, {canary.id: list(decoys)}).to_dict("records")
+        return row["trained"], row["masked"], row["problem"]
+
+    assert told((ids, ids), (ids, ids)) == (2, 0, "")
+    assert told((ids, masked)) == (0, 1, "masked: 1 copies, none with loss on the whole secret")
+    assert told((ids, masked), (ids, ids)) == (1, 1, "")
+    cut = places[4]
+    assert told((ids[:cut], ids[:cut])) == (0, 0, "truncated: row 1 ends inside the secret")
+    assert told((ids[:cut], ids[:cut]), (ids[cut:], ids[cut:])) == (0, 0, "split: row 1 ends inside the secret")
+    assert told(([5, 6], [5, 6])) == (0, 0, "absent: the secret stands in no row")
+    decoy = tokenizer("a 00000000 b")["input_ids"]
+    assert told((ids, ids), (decoy, decoy), decoys=["00000000"])[2] == "its decoy '00000000' stands in row 2"
+    first = ids[places[0] :]
+    assert told((first, first))[2].startswith("masked")  # nothing predicts the first token of a row
+
+
+def test_tokenised_sets_are_read_from_json_lines_and_parquet(tmp_path):
+    rows = [{"input_ids": [1, 2], "labels": [-100, 2]}, {"input_ids": [3], "labels": [3]}]
+    expected = [([1, 2], [-100, 2]), ([3], [3])]
+    assert list(planting.read_tokenised(lines(tmp_path / "a.jsonl", rows))) == expected
+    pd.DataFrame(rows).to_parquet(tmp_path / "a.parquet")
+    assert list(planting.read_tokenised(tmp_path / "a.parquet")) == expected
+    assert list(planting.read_tokenised(lines(tmp_path / "b.jsonl", [{"input_ids": [4]}]))) == [([4], [4])]
+    for row, message in [
+        ({"text": "x"}, "line 1: got"),
+        ({"input_ids": [1], "labels": []}, "got 1 input_ids and 0 labels"),
+    ]:
+        with pytest.raises(LeakbookError, match=message):
+            list(planting.read_tokenised(lines(tmp_path / "c.jsonl", [row])))
+
+
+def test_the_commands_plant_and_say_what_decoys_can_tell(tmp_path):
+    def run(*arguments):
+        return CliRunner().invoke(main, list(map(str, arguments)))
+
+    done = run("canaries", "--n", 3, "--format", "digits:8", "--repetitions", 2, "--output", tmp_path / "made")
+    assert done.exit_code == 0 and "6 lines with `messages`, every canary 2 times" in done.output
+    row = {"input_ids": models.tiny_tokenizer()("nothing")["input_ids"]}
+    check = run(
+        "check-canaries",
+        tmp_path / "made" / planting.CANARIES,
+        lines(tmp_path / "t.jsonl", [row]),
+        "--model",
+        "tiny-llama",
+    )
+    assert check.exit_code == 1 and "canary-000: absent" in check.output
+    assert "31 decoys a canary: exposure ends at 5.00 bits" in settings.cost_of(settings.QUICK)
+    assert settings.numbers("hits", "1, 4") == (1, 4)
+    with pytest.raises(ConfigError, match="hits: got 'x', expected whole numbers above 0"):
+        settings.numbers("hits", "1,x")
