@@ -34,7 +34,7 @@ RIDGE = 1.0  # of the regression in context, of the tried states' mean square
 TRUST = 50.0  # by how much the squared error of that regression is divided before it is weighed against expectations
 NARROW = 8192  # tokens that a regression on few tries ranks anew; the others stay behind them
 MANY = 512  # tries that are no longer few
-SHARE = 4  # tries by foretold states to one by the language model's expectation alone, should the former mislead
+SHARE = 2  # tries by foretold states to one by the language model's expectation alone, should the former mislead
 PROMISING = 8  # candidates from whose mean a proxy is driven
 CALIBRATED = 16  # positions of known ids from which the floor is measured
 
@@ -44,11 +44,11 @@ class Settings:
     """How the search runs. ``ahead`` guesses are proven at a time; ``stages`` are candidates tried before the scan.
 
     Behind every stage of at least ``refit`` tries the rest is ranked anew from them. A search that ``park`` tries did
-    not end waits until all others are through; then proxies of all that wait are driven together for ``steps`` (0:
-    never), behind ``park`` tries if there are ``enough`` of them, else behind ``alone``, since a step costs few rows as
-    much as many. ``table``: the first token is looked up in that of all
-    one-token prompts. ``tolerance`` on |h - h'|^2 / |h|^2: None measures it. ``scan``: whether the whole vocabulary
-    comes last.
+    not end waits until all others are through. Then a proxy is driven for all that wait together, for ``steps`` (0:
+    never): at once if there are ``enough`` of them, since a step costs few rows as much as many, and behind each stage
+    of ``again`` from where they then are, at the learning ``rates`` in turn. ``table``: the first token is looked up in
+    that of all one-token prompts. ``tolerance`` on |h - h'|^2 / |h|^2: None measures it. ``scan``: whether the whole
+    vocabulary comes last.
     """
 
     ahead: int = 8
@@ -56,8 +56,9 @@ class Settings:
     refit: int = 8
     park: int = 256
     enough: int = 4
-    alone: int = 1024
-    steps: int = 100
+    again: tuple[int, ...] = (512, 2048)
+    steps: int = 50
+    rates: tuple[float, ...] = (0.05, 0.2)
     table: bool = True
     tolerance: float | None = None
     scan: bool = True
@@ -303,15 +304,14 @@ class _Run:
     def finish(self) -> None:
         """Go on with all parked searches together, to their end."""
         search, self.parked = self.parked, []
-        enough = len(search) >= self.settings.enough
         left = [stage for stage in self.stages if stage > self.settings.park]
-        if enough and left:
+        if left and len(search) >= self.settings.enough:
             self._drive(search)
-        before = [] if enough else [stage for stage in left if stage <= self.settings.alone]
-        search = self._through(search, before)
-        if search and not enough and left[len(before) :]:
-            self._drive(search)
-        for one in self._through(search, left[len(before) :]):
+        for number, stage in enumerate(left, 1):
+            search = self._through(search, [stage])
+            if search and stage in self.settings.again and number < len(left):
+                self._drive(search)
+        for one in search:
             self._accept_best(one)
 
     def _through(self, search: list["_Search"], stages: list[int]) -> list["_Search"]:
@@ -351,11 +351,14 @@ class _Run:
         cache, lengths = view(self.prefixes.rows(rows)), self.prefixes.lengths[rows].cpu()
         starts = torch.stack([one.middle() for one in search])
         targets = torch.stack([one.seen.row for one in search])
-        settings = [continuous.Settings(steps=self.settings.steps)] * len(search)
-        driven = continuous.drive(self.reader, cache, targets, starts, settings, lengths=lengths)
+        rates = self.settings.rates
+        settings = continuous.Settings(
+            steps=self.settings.steps, learning_rate=rates[len(search[0].proxies) % len(rates)]
+        )
+        driven = continuous.drive(self.reader, cache, targets, starts, [settings] * len(search), lengths=lengths)
         self.read += int(driven.steps.sum())
         for one, proxy in zip(search, driven.proxies, strict=True):
-            one.proxy = torch.nn.functional.normalize(proxy, dim=-1)
+            one.proxies.append(torch.nn.functional.normalize(proxy, dim=-1))
             one.rank_anew()
 
     def _accept_best(self, one: "_Search") -> None:
@@ -392,7 +395,7 @@ class _Search:
         guess = run.guesses[row, self.position]
         self.order = order[order != guess]
         self.ids, self.states, self.found, self.tried = [], [], [], 0
-        self.proxy: Tensor | None = None
+        self.proxies: list[Tensor] = []
         self.nearest, self.best = guess, np.inf
         self.take(guess[None], run.failed[row][None])
 
@@ -443,8 +446,8 @@ class _Search:
         expected = torch.log(self.expected[self.order] + attackers.FLOOR)
         best = SHARE * _ranks(-expected)
         best[: len(some)] = torch.minimum(best[: len(some)], _ranks(apart - expected[: len(some)]))
-        if self.proxy is not None:
-            best = torch.minimum(best, _ranks(-(proposer.unit[self.order] @ self.proxy)))
+        for proxy in self.proxies:
+            best = torch.minimum(best, _ranks(-(proposer.unit[self.order] @ proxy)))
         self.order = self.order[best.argsort(stable=True)]
 
     def middle(self) -> Tensor:
