@@ -119,6 +119,8 @@ class BenchSettings:
     slow: tuple[int, ...] = at_least(1)
     quick: tuple[int, ...] = at_least(1)
     batch: tuple[int, ...] = at_least(1)
+    together: tuple[int, ...] = at_least(1)
+    random: tuple[int, ...] = at_least(1)
     cap: float = at_least(1.0)
     budget: float = at_least(1.0)
 

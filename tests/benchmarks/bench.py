@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 import numpy as np
 import pandas as pd
+from inversion import METHODS as INVERSIONS
 
 from lib import config, files, paths, training
 from lib.results import read_result
@@ -22,7 +23,6 @@ HERE = Path(__file__).resolve().parent
 SOURCES = ("SAFETY", "GUI")  # without and with a picture a record
 CELLS = ("safety-full-high-30", "gui-full-high-30")
 DECOYS = (("ours", 128), ("harness", 16), ("harness", 64))  # method and batch
-INVERSIONS = ("batched", "sequential", "sipit published", "sipit cached", "lm order", "full scan")
 SAME_NLL = 1e-4  # nats a secret, by which two methods may differ: the order of sums in fp32
 
 
@@ -58,7 +58,7 @@ def main(scale: str, rounds: int, canaries: int, decoys: int, only: str | None) 
     if only in (None, "inversion"):
         tokens = inversion_times(scale)
         ratios = inversion_ratios(tokens)
-        show("Inversion: seconds a token, and times the batched search's; capped tokens are lower bounds", ratios)
+        show("Inversion: seconds a token, and times exact inversion's; capped tokens are lower bounds", ratios)
         keep(folder, inversion=tokens, inversion_ratios=ratios)
     click.echo(f"\ntables: {paths.show(folder)}")
 
@@ -160,18 +160,20 @@ def decoy_ratios(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def inversion_times(scale: str) -> pd.DataFrame:
-    """A row a token and method: ``method, forward`` (of a token, plainly), ``seconds, right, candidates, capped``."""
+    """A row a token and method: ``method, forward`` (of a token), ``setup, seconds, right, candidates, capped``."""
     parts = []
     for method in INVERSIONS:
         result = measured("inversion.py", "--method", method, "--scale", scale)
-        parts.append(pd.DataFrame(result["rows"]).assign(method=method, forward=result["forward"]))
+        known = {name: result[name] for name in ("method", "forward", "setup")}
+        parts.append(pd.DataFrame(result["rows"]).assign(**known))
     return pd.concat(parts, ignore_index=True)
 
 
 def inversion_ratios(tokens: pd.DataFrame) -> pd.DataFrame:
-    """A row a method: tokens, how many were capped and right, seconds, and their ratios.
+    """A row a method: tokens, how many were capped and right, seconds, and their ratios to exact inversion together.
 
-    ``overhead`` is the mean time over that of one plain forward pass of the same prompts.
+    ``overhead`` is the mean time over that of one plain forward pass of the same prompts; ``repaid`` the tokens after
+    which a method's set-up is repaid against the language model's order.
     """
     grouped = tokens.groupby("method", sort=False)
     table = grouped[["capped", "right"]].sum().astype(int)
@@ -179,7 +181,10 @@ def inversion_ratios(tokens: pd.DataFrame) -> pd.DataFrame:
     table["mean"], table["median"] = grouped.seconds.mean(), grouped.seconds.median()
     table["worst"], table["candidates"] = grouped.seconds.max(), grouped.candidates.mean()
     table["overhead"] = table["mean"] / grouped.forward.first()
-    return table.assign(ratio=table["mean"] / table["mean"]["batched"])
+    table["set-up"] = grouped.setup.first()
+    saved = table["mean"]["lm order"] - table["mean"]
+    table["repaid"] = (table["set-up"] / saved).where((table["set-up"] > 0) & (saved > 0))
+    return table.assign(ratio=table["mean"] / table["mean"]["exact, together"])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Seconds a token to invert hidden states, in a process of its own, by one method on the bench set.
 
 Every token is searched behind its true prefix, so that an error costs no later token; the first token of a prompt, that
-no gradient finds in a Llama-type model, is left out for all methods alike. What a method sets up once (the model, the
-language model's cache of a prefix) is outside its seconds, or named beside them.
+no gradient finds in a Llama-type model, is left out for all methods alike. Only exact inversion reads whole prompts,
+behind what it found itself, the first token included. What a method sets up once (the model, the language model's cache
+of a prefix, the tables of exact inversion) is outside its seconds; of the latter it is printed as ``setup``.
 """
 
 import json
@@ -13,12 +14,23 @@ import numpy as np
 import torch
 
 from lib import config, models
-from lib.inversion import continuous, settings, sipit
+from lib.inversion import continuous, proposer, settings, sipit, verified
 from lib.inversion.reader import Convention, Reader, view
 from lib.training import accelerator
 
-METHODS = ("batched", "sequential", "sipit published", "sipit cached", "lm order", "full scan")
-SETS = {"batched": "batch", "lm order": "quick"}
+METHODS = (
+    "exact, together",
+    "exact",
+    "lm order",
+    "batched",
+    "sequential",
+    "sipit published",
+    "sipit cached",
+    "full scan",
+    "random ids: exact, together",
+    "random ids: lm order",
+)
+SETS = {"batched": "batch", "lm order": "quick", "exact": "quick", "exact, together": "together"}
 
 
 @click.command()
@@ -28,23 +40,47 @@ def main(method: str, scale: str) -> None:
     chosen = settings.load(scale)
     torch.set_num_threads(config.load_scale(scale).threads)
     bench = chosen.bench
-    prompts, tokens = getattr(bench, SETS.get(method, "slow"))
+    drawn = method.startswith("random ids: ")
+    prompts, tokens = bench.random if drawn else getattr(bench, SETS.get(method, "slow"))
     backbone = models.load(chosen.model, chosen.revision, device=accelerator().device)
     reader = Reader(backbone, Convention(norm="pre" if method.startswith("sipit") else "post"), len(backbone.tokenizer))
     texts = settings.prompts(chosen.source, prompts)
     ids = torch.tensor(
         [backbone.tokenizer(text.text, add_special_tokens=False)["input_ids"][: tokens + 1] for text in texts]
     )
+    if drawn:
+        ids = torch.randint(len(reader.embedding), ids.shape, generator=torch.Generator().manual_seed(0))
     ids = ids.to(reader.device)
     states = reader.states(ids)
     started = time.perf_counter()
     for _ in range(3):
         reader.states(ids)
     forward = (time.perf_counter() - started) / 3 / ids.numel()  # a token of the same prompts, in one batch
-    rows = (
-        batched(reader, ids, states, bench) if method == "batched" else one_by_one(method, reader, ids, states, bench)
-    )
-    print(json.dumps({"method": method, "forward": forward, "rows": rows}))
+    setup, plain = 0.0, method.removeprefix("random ids: ")
+    if plain.startswith("exact"):
+        own = proposer.fitted(reader)
+        setup = own.seconds
+        rows = exact(reader, own, ids, states, len(ids) if "together" in plain else 1)
+    elif method == "batched":
+        rows = batched(reader, ids, states, bench)
+    else:
+        rows = one_by_one(plain, reader, ids, states, bench)
+    print(json.dumps({"method": method, "forward": forward, "setup": setup, "rows": rows}))
+
+
+def exact(reader: Reader, own: proposer.Proposer, ids: torch.Tensor, states: torch.Tensor, size: int) -> list[dict]:
+    """Ours: so many prompts together; a token's seconds are its share."""
+    rows = []
+    verified.numerical_floor(reader)
+    for true, part in zip(ids.split(size), states.split(size), strict=True):
+        started = time.perf_counter()
+        found = verified.invert(reader, part, own)
+        share = (time.perf_counter() - started) / true.numel()
+        right = (found.ids == true)[found.tokens.prompt.tolist(), found.tokens.position.tolist()].tolist()
+        proven = found.tokens.status != verified.BEST
+        counts = found.tokens.candidates
+        rows += [row(share, a and b, int(n), False) for a, b, n in zip(right, proven, counts, strict=True)]
+    return rows
 
 
 def batched(reader: Reader, ids: torch.Tensor, states: torch.Tensor, bench: settings.BenchSettings) -> list[dict]:
