@@ -39,7 +39,6 @@ CASES = {
 }
 SCORECARD = "04_probe_scorecard"
 INVERSION = "05_inversion"
-FAST = "06_inversion_fast_and_defended"
 EXAMPLES = ("safety-full-high-30-s0",)  # runs of the sweep that the stored page of notebook `cell` needs
 SCALE = click.option("--scale", default="laptop", show_default=True, help="a scale of params/scales.yaml")
 JOBS = click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="processes at a time")
@@ -408,7 +407,7 @@ def inversion(scale: str, jobs: int, only: str | None, partly: bool) -> None:
 @SCALE
 @click.option("--only", help="units alone whose name starts so: sets, sweep, cascade/4-bit; no tables are written")
 def fast(scale: str, only: str | None) -> None:
-    """Compute what is missing of exact inversion and defences; write tables and notebook into outputs/local."""
+    """Compute what is missing of exact inversion and defences, and write their tables into outputs/local."""
     from lib.inversion import fast as study
     from lib.inversion import fast_settings
 
@@ -417,9 +416,7 @@ def fast(scale: str, only: str | None) -> None:
     if only is not None:
         click.echo(f"{only}: done. The tables are written when every unit is there.")
         return
-    result = study.collect(chosen)
-    execute(FAST, paths.local(scale) / f"{FAST}.ipynb", {"scale": scale}, result.folder, sys.stderr)
-    click.echo(f"complete: {paths.show(result.folder)}")
+    click.echo(f"complete: {paths.show(study.collect(chosen).folder)}")
 
 
 @main.command()
