@@ -111,3 +111,16 @@ def test_other_endings_and_files_of_several_arrays_are_refused(tmp_path):
     save_file({"a": torch.zeros(1, 2), "b": torch.zeros(1, 2)}, tmp_path / "two.safetensors")
     with pytest.raises(InversionError, match=r"holds 2 arrays \(a, b\)"):
         own.load_states(tmp_path / "two.safetensors")
+
+
+def test_a_second_call_checks_states_by_the_table_that_the_first_one_kept(monkeypatch):
+    own.read_back("tiny-llama", states(), Convention())
+    monkeypatch.setattr(own.conventions, "fitting", lambda *_: pytest.fail("all layers were read again"))
+    table, _ = own.read_back("tiny-llama", states(text="Later."), Convention())
+    assert table.text.tolist() == ["Later."]
+
+
+def test_states_that_the_kept_table_does_not_hold_are_still_named(tmp_path):
+    own.read_back("tiny-llama", states(), Convention())
+    with pytest.raises(InversionError, match="but layer 2, post-norm reproduces them"):
+        own.read_back("tiny-llama", states(convention=Convention(2, "post")), Convention())

@@ -77,7 +77,7 @@ def read_back(
     given = states.to(reader.embedding.dtype)
     check_states(reader, given)
     settings = verified.Settings(tolerance=rounding(states.dtype))
-    if not trusted:
+    if not trusted and not _reproduced(reader, given, settings.tolerance or conventions.FITS):
         conventions.check(reader, given, fits=settings.tolerance)
     found = verified.invert(reader, given, proposer.fitted(reader), settings)
     rows = []
@@ -86,6 +86,16 @@ def read_back(
         row = {"prompt": prompt, "text": backbone.tokenizer.decode(found.ids[prompt].tolist()), "status": status}
         rows.append(row | {"tokens": len(part), "candidates": part.candidates.sum(), "residual": part.residual.max()})
     return pd.DataFrame(rows), found
+
+
+def _reproduced(reader: Reader, states: Tensor, fits: float) -> bool:
+    """Whether all first rows of states [n, T, d] are those of one-token prompts, where that is known at no cost."""
+    if not proposer.is_kept(reader):
+        return False
+    proposer.fitted(reader)  # brings the table
+    rows = states[:, 0].to(reader.device)
+    nearest = torch.stack([verified.residuals(reader.first_states, row).amin() for row in rows])
+    return bool((nearest <= fits).all())
 
 
 def rounding(dtype: torch.dtype) -> float | None:

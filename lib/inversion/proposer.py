@@ -76,12 +76,15 @@ class Proposer:
         right more often, and what it misses the second may have.
         """
         score = self.likeness(states) + torch.log(probabilities + FLOOR)
-        ranks = [_ranks(score), _ranks(probabilities)]
-        return (torch.minimum(*ranks) * 2 + (ranks[1] < ranks[0])).argsort(-1)
+        by_score, by_expectation = ranks(-score), ranks(-probabilities)
+        return (torch.minimum(by_score, by_expectation) * 2 + (by_expectation < by_score)).argsort(-1)
 
 
-def _ranks(score: Tensor) -> Tensor:
-    return score.argsort(-1, descending=True).argsort(-1)
+def ranks(scores: Tensor) -> Tensor:
+    """Ranks along the last dimension, 0 for the smallest."""
+    order = scores.argsort(-1)
+    places = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, places)
 
 
 def _with_one(states: Tensor) -> Tensor:
@@ -97,6 +100,25 @@ def fitted(reader: Reader, tokens: int = TOKENS, packages: Sequence[str] = corpu
     Raises:
         InversionError: what lies in the cache is of another model, or damaged.
     """
+    path, identity = _place(reader, tokens, packages, seed)
+    with files.locked(path):
+        if not path.exists():
+            started = time.perf_counter()
+            probe = fit(reader, sequences(reader, corpus.docstrings(packages), tokens, seed))
+            found = {"probe": probe.contiguous(), "first": reader.first_states}
+            found |= {name: usual_states(reader, prefix) for name, prefix in PREFIXES.items()}
+            about = {"identity": json.dumps(identity), "seconds": f"{time.perf_counter() - started:.1f}"}
+            with files.building(path) as unfinished:
+                save_file(found, unfinished, metadata=about)
+    return read(reader, path)
+
+
+def is_kept(reader: Reader) -> bool:
+    """Whether the cache folder holds what :func:`fitted` gives by default."""
+    return _place(reader, TOKENS, corpus.FITTED, 0)[0].exists()
+
+
+def _place(reader: Reader, tokens: int, packages: Sequence[str], seed: int) -> tuple[Path, dict]:
     identity = {
         "version": VERSION,
         "model": reader.backbone.revision,
@@ -109,17 +131,7 @@ def fitted(reader: Reader, tokens: int = TOKENS, packages: Sequence[str] = corpu
         "corpus": corpus.versions(packages),
     }
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    path = paths.cache() / "proposers" / f"{key}.safetensors"
-    with files.locked(path):
-        if not path.exists():
-            started = time.perf_counter()
-            probe = fit(reader, sequences(reader, corpus.docstrings(packages), tokens, seed))
-            found = {"probe": probe.contiguous(), "first": reader.first_states}
-            found |= {name: usual_states(reader, prefix) for name, prefix in PREFIXES.items()}
-            about = {"identity": json.dumps(identity), "seconds": f"{time.perf_counter() - started:.1f}"}
-            with files.building(path) as unfinished:
-                save_file(found, unfinished, metadata=about)
-    return read(reader, path)
+    return paths.cache() / "proposers" / f"{key}.safetensors", identity
 
 
 def read(reader: Reader, path: Path) -> Proposer:

@@ -24,7 +24,7 @@ from torch import Tensor
 from lib.inversion import attackers, channels, continuous, diagnostics
 from lib.inversion.channels import Channel, Sighting
 from lib.inversion.continuous import check_states
-from lib.inversion.proposer import Proposer, Usual
+from lib.inversion.proposer import Proposer, Usual, ranks
 from lib.inversion.reader import CHUNK, InversionError, Prefixes, Reader, view
 
 CONSISTENT, UNIQUE, SWEPT, AMBIGUOUS, BEST = "consistent", "locally unique", "swept", "ambiguous class", "best effort"
@@ -32,8 +32,8 @@ UNCERTAIN_FIRST = (BEST, AMBIGUOUS, CONSISTENT, UNIQUE, SWEPT)
 FACTOR = 10.0  # a token is accepted within so many times the numerical floor, and unique if the next is so much farther
 RIDGE = 1.0  # of the regression in context, of the tried states' mean square
 TRUST = 50.0  # by how much the squared error of that regression is divided before it is weighed against expectations
-NARROW = 8192  # tokens that a regression on few tries ranks anew; the others stay behind them
-MANY = 512  # tries that are no longer few
+FEWEST, NARROW = 4096, 8192  # tokens that are ranked anew from states of less than FEW tries, and of less than MANY
+FEW, MANY = 96, 512
 SHARE = 2  # tries by foretold states to one by the language model's expectation alone, should the former mislead
 PROMISING = 8  # candidates from whose mean a proxy is driven
 CALIBRATED = 16  # positions of known ids from which the floor is measured
@@ -97,6 +97,11 @@ class Found:
     def exact(self, reference: Tensor) -> np.ndarray:
         """Whether every id of a prompt is the true one [n]."""
         return (self.ids == reference.to(self.ids.device)).all(-1).cpu().numpy()
+
+
+def residuals(found: Tensor, target: Tensor) -> Tensor:
+    """|h - h'|^2 / |h|^2 of states [..., d] from a target [d]."""
+    return channels.squared(target, found) / target.square().sum()
 
 
 @functools.lru_cache(maxsize=8)
@@ -353,12 +358,12 @@ class _Run:
         targets = torch.stack([one.seen.row for one in search])
         rates = self.settings.rates
         settings = continuous.Settings(
-            steps=self.settings.steps, learning_rate=rates[len(search[0].proxies) % len(rates)]
+            steps=self.settings.steps, learning_rate=rates[len(search[0].by_proxy) % len(rates)]
         )
         driven = continuous.drive(self.reader, cache, targets, starts, [settings] * len(search), lengths=lengths)
         self.read += int(driven.steps.sum())
         for one, proxy in zip(search, driven.proxies, strict=True):
-            one.proxies.append(torch.nn.functional.normalize(proxy, dim=-1))
+            one.by_proxy.append(ranks(-(self.proposer.unit @ torch.nn.functional.normalize(proxy, dim=-1))))
             one.rank_anew()
 
     def _accept_best(self, one: "_Search") -> None:
@@ -395,7 +400,7 @@ class _Search:
         guess = run.guesses[row, self.position]
         self.order = order[order != guess]
         self.ids, self.states, self.found, self.tried = [], [], [], 0
-        self.proxies: list[Tensor] = []
+        self.by_expectation, self.by_proxy = ranks(-self.expected), []
         self.nearest, self.best = guess, np.inf
         self.take(guess[None], run.failed[row][None])
 
@@ -439,21 +444,15 @@ class _Search:
         together with what the language model expects, by the latter alone, and by nearness to what was driven."""
         tried, proposer = torch.cat(self.ids), self.run.proposer
         local = foretold(proposer.usual(self.position), tried, torch.cat(self.states))
-        some = self.order if len(tried) >= MANY else self.order[:NARROW]
+        some = self.order if len(tried) >= MANY else self.order[: FEWEST if len(tried) < FEW else NARROW]
         apart = self.run.channel.misfit(self.seen, local.states_of(some))
         if not self.run.channel.likelihood:
             apart = TRUST * apart / (2 * max(local.error, 1e-30))
-        expected = torch.log(self.expected[self.order] + attackers.FLOOR)
-        best = SHARE * _ranks(-expected)
-        best[: len(some)] = torch.minimum(best[: len(some)], _ranks(apart - expected[: len(some)]))
-        for proxy in self.proxies:
-            best = torch.minimum(best, _ranks(-(proposer.unit[self.order] @ proxy)))
+        best = torch.stack([SHARE * self.by_expectation, *self.by_proxy]).amin(0)[self.order]
+        by_states = ranks(apart - torch.log(self.expected[some] + attackers.FLOOR))
+        best[: len(some)] = torch.minimum(best[: len(some)], by_states)
         self.order = self.order[best.argsort(stable=True)]
 
     def middle(self) -> Tensor:
         """The mean embedding [d] of the most promising that are left."""
         return self.run.reader.embedding[self.order[:PROMISING]].mean(0)
-
-
-def _ranks(scores: Tensor) -> Tensor:
-    return scores.argsort().argsort()
