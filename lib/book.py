@@ -35,7 +35,8 @@ MATHJAX = "mathjax-3.2.2"
 MATHJAX_SHA512 = "Bt+SSVU8eBG27zChVewOicYs7Xsdt40qm4+UpHyX7k0/O9NliPc+x77k1/FEsPsjKPZGJvtRZM1vO+geW0OhGw=="
 MATHJAX_PARTS = ("tex-svg.js", "a11y", "input", "sre", "ui")  # what its page script may ask for
 REPOSITORY = "LEAKBOOK_REPOSITORY"  # owner/name on GitHub: where it is set, notebooks get links to run them online
-DRAWN = re.compile(r"\bfigures\.(\w+)\(")
+DRAWN = re.compile(r"\b(?:figures|report)\.(\w+)\(")
+DRAWING = ("figures.py", "inversion/figures.py", "inversion/defence_figures.py", "audit/report.py")  # modules that draw
 
 
 class BookError(LeakbookError, RuntimeError):
@@ -167,7 +168,7 @@ def describe_figures(notebook: NotebookNode) -> None:
 
 def _says(function: str) -> str:
     """First sentence of the docstring of a function that draws; the module is read, not imported."""
-    for path in (paths.ROOT / "lib" / "figures.py", paths.ROOT / "lib" / "inversion" / "figures.py"):
+    for path in (paths.ROOT / "lib" / name for name in DRAWING):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and node.name == function:
                 return _plain(ast.get_docstring(node) or "A figure").partition(". ")[0].rstrip(".") + "."

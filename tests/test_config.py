@@ -8,7 +8,7 @@ import yaml
 
 from lib import adapters, benign, config, paths, plan, rules
 from lib.config import ConfigError
-from lib.inversion import settings
+from lib.inversion import fast_settings, settings
 
 
 def test_threads_can_be_set_from_outside(monkeypatch):
@@ -35,6 +35,9 @@ def test_every_parameter_file_loads(path):
     elif path.name == "inversion.yaml":
         for name in content["scales"]:
             assert len(settings.load(name).runs) > 0
+    elif path.name == "fast.yaml":
+        for name in content["scales"]:
+            assert len(fast_settings.load(name).sets) > 0
     elif path.name == "scales.yaml":
         for name in content:
             assert config.load_scale(name).name == name
