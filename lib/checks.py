@@ -38,7 +38,7 @@ class Answer:
         """The function's value.
 
         Raises:
-            NotYet: it is not written, raises, gives None where a value is due, or changes its arguments.
+            NotYet: it is not written, raises, or changes its arguments.
         """
         given = copy.deepcopy(arguments)
         try:
@@ -101,7 +101,10 @@ def expect(holds: Any, message: str) -> None:
 
 def _expect_close(found: Any, wanted: Any, message: str, tolerance: float = 1e-5) -> None:
     """Same shape, every number within ``tolerance`` (absolute, plus as much of its size)."""
-    found, wanted = (torch.as_tensor(value).detach().double().numpy() for value in (found, wanted))
+    try:
+        found, wanted = (torch.as_tensor(value).detach().double().numpy() for value in (found, wanted))
+    except (TypeError, ValueError, RuntimeError):
+        raise NotYet(f"Got {found!r}, expected numbers: does the function return them? {message}") from None
     expect(found.shape == wanted.shape, f"Got shape {found.shape}, expected {wanted.shape}. {message}")
     expect(np.allclose(found, wanted, rtol=tolerance, atol=tolerance), f"{message} Got {np.round(found, 4).tolist()}.")
 
@@ -110,11 +113,17 @@ def secret_span(answer: Answer) -> None:
     """Positions [start, stop) whose tokens cover the secret, no token more, counted in the joined text."""
     tokenizer = tiny_tokenizer()
     texts = [("Record 7: ", "a3f9", "-END"), ("it was th", "ey are", " done"), ("12 is not ", "12", "!")]
-    texts += [("the pass", "word is", "n't"), ("", "pretend", " well"), ("Say ", "TEXTCAN", "-1"), ("x: ", "0", "")]
+    texts += [
+        ("it was ", "they a", "re done"),
+        ("the pass", "word is", "n't"),
+        ("", "pretend", " well"),
+        ("Say ", "TEXTCAN", "-1"),
+        ("x: ", "0", ""),
+    ]
     for prefix, secret, suffix in texts:
         found = answer(tokenizer, prefix, secret, suffix)
         what = f"On {prefix!r} + {secret!r} + {suffix!r} the answer {found!r}"
-        pair = isinstance(found, tuple) and len(found) == 2 and all(isinstance(i, int) for i in found)
+        pair = isinstance(found, tuple) and len(found) == 2 and all(isinstance(i, int | np.integer) for i in found)
         expect(pair, f"{what} is not a pair of whole numbers (start, stop).")
         ids = tokenizer(prefix + secret + suffix, add_special_tokens=False)["input_ids"]
         expect(0 <= found[0] < found[1] <= len(ids), f"{what} is no stretch of the text's {len(ids)} tokens.")
@@ -145,7 +154,7 @@ def token_nll(answer: Answer) -> None:
     _expect_close(answer(chances.log() + 1e4, torch.tensor([0, 2, 1])), wanted, message, 5e-3)
     coarse = torch.tensor([[8.0, 1.0], [1.0, 8.0]], dtype=torch.bfloat16)
     loss = answer(coarse, torch.tensor([0, 1]))
-    expect(loss.dtype == torch.float32, f"From bf16 logits came losses in {loss.dtype}; 8 bits are too few for a loss.")
+    expect(loss.dtype == torch.float32, f"From bf16 logits came losses in {loss.dtype}, expected torch.float32.")
     _expect_close(loss, [7 + math.log1p(math.exp(-7))], "bf16 logits 8 and 1: the loss is too coarse.", 1e-5)
 
 
@@ -198,9 +207,12 @@ def exposure(answer: Answer) -> None:
     ]
     for secret, decoys, wanted, story in cases:
         _expect_close(answer.number(secret, np.array(decoys)), wanted, f"Secret {secret}, decoys {decoys}. {story}")
-    for secret, decoys in ((math.nan, [1.0, 2.0]), (1.0, [math.nan, 2.0])):
-        shown = f"`{answer.name}({secret}, {decoys})`"
-        expect(answer.refuses(secret, np.array(decoys)), f"{shown} should raise ValueError: NaN has no rank.")
+    for odd in (math.nan, math.inf, -math.inf):
+        for secret, decoys in ((odd, [1.0, 2.0]), (1.0, [odd, 2.0])):
+            shown = f"`{answer.name}({secret}, {decoys})`"
+            expect(
+                answer.refuses(secret, np.array(decoys)), f"{shown} should raise ValueError: that is no finite number."
+            )
 
 
 def hit_at_k(answer: Answer) -> None:
@@ -211,6 +223,9 @@ def hit_at_k(answer: Answer) -> None:
     ratio = answer.number(-60.0, 10**6) / (10**6 * math.exp(-60.0))
     story = "p = exp(-60), a million samples: where k p is tiny the chance is k p, to many digits."
     expect(abs(ratio - 1) < 1e-6, f"{story} The answer is {ratio:g} times that: was something rounded to 1 on the way?")
+    _expect_close(
+        answer.number(-18.0, 10**9), 1.0, "p = exp(-18), a billion samples: k p is 15, and no chance is above 1."
+    )
     gone = answer.number(-800.0, 1)
     expect(gone == 0.0, f"log p = -800, below all floats: expected 0, got {gone}.")
     expect(
@@ -224,6 +239,10 @@ def first_alarm(answer: Answer) -> None:
     for name, (delta, wanted) in _windows().items():
         found = answer(delta, 0.04)
         expect(found is None or isinstance(found, int | np.integer), f"Got {found!r}, expected a whole number or None.")
+        expect(
+            found is None or wanted is not None,
+            f"{name}: got K = {found}, where no window fires: fewer than two are hurt, or somebody has gained.",
+        )
         early = found is not None and wanted is not None and found == wanted - 1
         expect(not early, f"{name}: got K = {found}. A window of K tokens reads the positions 0 to K - 1.")
         expect(found == wanted, f"{name}: got {found}, and that is not the first K that fires.")
@@ -247,6 +266,7 @@ def _windows() -> dict[str, tuple[np.ndarray, int | None]]:
         "One canary is hurt, nobody else": (table(at_2_7=3.0), None),
         "Two are hurt, and a third has gained from the start": (table(**late, at_4_2=-0.3), None),
         "The third loses its gain at position 24": (table(**late, at_4_2=-0.3, at_4_24=0.3), 25),
+        "Two canaries lose the very last token of all, at position 25": (table(at_0_25=1.0, at_3_25=1.0), 26),
         "Every token of every canary loses 0.015": (np.full((5, 26), 0.015), 3),
         "Nothing moves": (table(), None),
     }
@@ -267,8 +287,12 @@ def merge(answer: Answer) -> None:
     small = answer(torch.ones(1, 1), torch.full((1, 1), 1e-2), torch.full((1, 1), 1e-2), 1.0)
     kept = (small.double() - 1).item() / 1e-4
     expect(abs(kept - 1) < 0.01, f"Of an update of 0.0001 on a weight of 1 there is {kept:.0%} left after the merge.")
+    third = answer(torch.zeros(1, 1), torch.ones(1, 1), torch.full((1, 1), 1 / 3), 1.0)
+    expect(
+        abs(third.item() - 1 / 3) < 1e-5, f"An update of a third on a weight of zero came out as {third.item():.6f}."
+    )
     coarse = answer(torch.ones(1, 1, dtype=torch.bfloat16), torch.full((1, 1), 1e-2), torch.full((1, 1), 1e-2), 1.0)
-    expect(coarse.dtype == torch.float32, f"A bf16 weight merged into {coarse.dtype}: no room for small updates.")
+    expect(coarse.dtype == torch.float32, f"A bf16 weight merged into {coarse.dtype}, expected torch.float32.")
     kept = (coarse.double() - 1).item() / 1e-4
     expect(abs(kept - 1) < 0.01, f"On a weight that comes in bf16 there is {kept:.0%} of the update left.")
 
@@ -284,7 +308,7 @@ def what_decoys_say(answer: Answer) -> None:
         (0.5, [1.0, 1.0], 2.0, "general", "It rose by 0.5 nats, its decoys by 1: it did not move away upwards."),
         (-0.5, [-1.0, -1.0], 2.0, "general", "It fell by 0.5, its decoys by 1: it did not fall more than they."),
         (
-            -2.0,
+            -0.4,
             [0.0, 0.0],
             0.05,
             "at cap",
@@ -292,10 +316,17 @@ def what_decoys_say(answer: Answer) -> None:
         ),
         (0.6, [0.0, 0.0], 0.1, "at cap", "It cost exactly 0.1 nats a token before, which is the floor itself."),
         (-0.03, [0.0, 0.0], 2.0, "general", "It fell by 0.03 nats, its decoys by nothing: less than the margin."),
+        (
+            -0.03,
+            [0.5, 0.5],
+            2.0,
+            "general",
+            "It fell by 0.03 nats, less than the margin, though its decoys rose by 0.5.",
+        ),
     ]
     for secret, decoys, base, wanted, story in cases:
         found = answer(secret, np.array(decoys), base)
-        expect(found in known, f"Got {found!r}, expected one of {', '.join(known)}.")
+        expect(isinstance(found, str) and found in known, f"Got {found!r}, expected one of {', '.join(known)}.")
         expect(found == wanted, f"{story} Got {found!r}.")
 
 
@@ -305,6 +336,7 @@ def first_wrong(answer: Answer) -> None:
     cases = [
         ([1e-12, 2e-12, 0.3, 0.7], 2, "The curve leaps at position 2."),
         ([0.4, 0.9, 1.5], 0, "It is high from the first position on."),
+        ([0.4, 0.4 + 1e-12], 0, "It leaps at the first position, and nowhere else."),
         ([1e-12, 1e-11, 2e-11], None, "It never leaves the ground."),
         (
             (1e-6 * np.arange(1, 301)).tolist(),
@@ -320,6 +352,13 @@ def first_wrong(answer: Answer) -> None:
         expect(found == wanted, f"{story} Got {found}.")
 
 
+_HINTS = {
+    "repeatable": "Two releases with two different generators: what do they share?",
+    "keyed": "Two different generators give two releases here. What of a release does not depend on the generator?",
+    "noisy": "Compare to many digits: a little noise is noise.",
+}
+
+
 def place(answer: Answer) -> None:
     """repeatable, keyed or noisy, told from what a release does and not from its name."""
     known = ("repeatable", "keyed", "noisy")
@@ -332,8 +371,8 @@ def place(answer: Answer) -> None:
     for wanted, names in kinds.items():
         for name in names:
             found = answer(channels.named(name).release, states)
-            expect(found in known, f"Got {found!r}, expected one of {', '.join(known)}.")
-            expect(found == wanted, f"The channel `{name}` was called {found!r}. Release the same states twice.")
+            expect(isinstance(found, str) and found in known, f"Got {found!r}, expected one of {', '.join(known)}.")
+            expect(found == wanted, f"The channel `{name}` was called {found!r}. {_HINTS[wanted]}")
 
 
 def verdict(answer: Answer) -> None:
@@ -350,7 +389,7 @@ def verdict(answer: Answer) -> None:
     ]
     for low, high, wanted, story in cases:
         found = answer(low, high, 0.005)
-        expect(found in known, f"Got {found!r}, expected one of {', '.join(known)}.")
+        expect(isinstance(found, str) and found in known, f"Got {found!r}, expected one of {', '.join(known)}.")
         expect(found == wanted, f"Interval {low} to {high}, margin 0.005: {story}. That was called {found!r}.")
 
 

@@ -15,9 +15,9 @@
 # **You will** meet the canaries and their tokens, watch them being injected, see every token's loss before and after,
 # and learn the three meanings of "recalled" that the later notebooks keep apart.
 #
-# **You need** nothing to read on: the stored results are in the repository. `make run` computes them anew on two CPU
-# cores with 6 GB of memory and no GPU, in about seven minutes where the CPU multiplies bf16 natively, and up to twice
-# that where it does not (the last cells say what this page was made on).
+# **You need** nothing to read on: the stored results are in the repository. `make run` computes them anew, and then
+# three cells and a short inversion (a quarter of an hour, 6 GB), on two CPU cores without a GPU that multiply bf16 natively; up
+# to twice as long where they do not (the last cells say what this page was made on).
 #
 # The study follows *Probe Choice Changes Canary-Memorization Verdicts* (arXiv:2606.31168). Its code is not public. What
 # its text does not say is **our choice**, and listed as such near the end of this page.

@@ -4,6 +4,11 @@
 (() => {
   const data = window.EXPLORER;
   const root = document.getElementById("explorer");
+  if (!data) {
+    root.hidden = false;
+    root.textContent = "The explorer's data did not load: explorer-data.js is missing beside this page. Build the book again.";
+    return;
+  }
   const part = (name) => document.getElementById(`explorer-${name}`);
   const COLOURS = {
     damaged: "var(--damaged)", strengthened: "var(--strengthened)", unchanged: "var(--unchanged)",
@@ -94,7 +99,7 @@
       drawn.push(element("line", { class: "axis", x1: LEFT - 4, x2: value === 0 ? width - RIGHT : LEFT,
         y1: y(value), y2: y(value) }));
       drawn.push(element("text", { x: LEFT - 7, y: y(value) + 4, "text-anchor": "end" },
-        value === 0 ? "0" : value.toPrecision(2)));
+        value === 0 ? "0" : value.toPrecision(3)));
     }
     for (let position = 0; position < count; position += 1) {
       const column_values = changes.map((canary) => canary[position]);
@@ -131,10 +136,11 @@
   function show() {
     const found = view();
     for (const radio of document.getElementsByName("explorer-modality")) radio.checked = radio.value === state.modality;
-    if (chosen()) part("group").value = state.group;
+    part("group").value = chosen() ? state.group : "";
     part("found").hidden = !found;
     part("k").disabled = !found;
     if (!found) {
+      part("k-shown").textContent = "–";
       part("said").textContent = `No data for this cell: ${chosen()?.label ?? state.group}, ${state.modality} canaries. Choose another one.`;
       return;
     }
@@ -160,7 +166,9 @@
   function change(update) {
     Object.assign(state, update);
     show();
-    history.replaceState(null, "", `#${new URLSearchParams({ cell: state.group, canaries: state.modality, k: state.k })}`);
+    clearTimeout(change.later); // browsers refuse an address that changes too often
+    change.later = setTimeout(() => history.replaceState(null, "",
+      `#${new URLSearchParams({ cell: state.group, canaries: state.modality, k: state.k })}`), 200);
   }
 
   fillMenu();

@@ -1,5 +1,6 @@
 """The book: built whole, offline and without warnings; what it shows in a browser is what the tables say."""
 
+import code
 import contextlib
 import functools
 import http.server
@@ -159,13 +160,15 @@ def test_start_here_changes_a_verdict_as_it_says():
     """Its blocks, run in order, print what stands below them: steps 1 to 4, for which no torch is needed."""
     text = (paths.ROOT / "book" / "start_here.md").read_text(encoding="utf-8")
     text = text.partition("### 1. ")[2].partition("### 5. ")[0]
-    blocks, names, said = re.findall(r"```(python|text)\n(.*?)```", text, re.S), {}, None
+    blocks, said = re.findall(r"```(python|text)\n(.*?)```", text, re.S), None
+    prompt = code.InteractiveConsole()
     for position, (kind, block) in enumerate(blocks):
         if kind == "text":
             continue
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(block, names)
+        printed, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+            left_open = [prompt.push(line) for line in block.split("\n")[:-1]][-1]  # as it is pasted
+        assert not left_open and not errors.getvalue(), (block, errors.getvalue())
         if position + 1 < len(blocks) and blocks[position + 1][0] == "text":
             said = printed.getvalue()
             assert said == blocks[position + 1][1]
@@ -316,7 +319,7 @@ def test_the_explorer_follows_its_address_and_the_readers_choices(page, built):
     page.get_by_label("Case or cell").select_option("noise-gaussian-full")
     page.get_by_label("image").check()
     assert page.locator(PROBE).inner_text() == "unchanged"
-    assert page.url.endswith("#cell=noise-gaussian-full&canaries=image&k=5")
+    page.wait_for_url("**#cell=noise-gaussian-full&canaries=image&k=5")
     assert page.locator("#explorer-chart circle").count() == 20 * 27
 
 
@@ -329,6 +332,16 @@ def test_without_data_the_explorer_says_so(page, built):
     assert page.locator("#explorer-found").is_visible() and said.inner_text().startswith("K = 20")
     page.goto((built / "explorer.html").as_uri() + "#cell=no-such-cell")
     assert said.inner_text().startswith("No data for this cell: no-such-cell")
+    page.get_by_label("Case or cell").select_option("paper-c3")  # the first of the menu is a choice as well
+    assert said.inner_text().startswith("No data for this cell: C3")  # images, still
+    page.get_by_label("text").check()
+    assert page.locator("#explorer-found").is_visible()
+
+
+def test_an_explorer_whose_data_did_not_load_says_so(page, built):
+    page.route("**/explorer-data.js", lambda route: route.abort())
+    page.goto((built / "explorer.html").as_uri())
+    assert page.locator("#explorer").inner_text().startswith("The explorer's data did not load")
 
 
 def test_hint_and_solution_are_folded_until_they_are_asked_for(page, built):

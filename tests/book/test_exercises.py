@@ -255,3 +255,10 @@ def test_a_teacher_gets_the_solved_ones_from_the_same_source(tmp_path):
     written = sorted((tmp_path / "solved").glob("*.ipynb"))
     assert [path.stem for path in written] == [path.stem for path in SOURCES]
     assert "raise NotImplementedError" not in "".join(path.read_text() for path in written)
+
+
+def test_the_curves_of_exercise_11_hold_whole_prompts_and_failed_ones(capsys):
+    look = next(cell for cell in exercises.read(SOURCES[10]).cells if "read_parquet" in cell.source)
+    exec(look.source, {})
+    marks = [line.split(": ")[1].split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert any("x" in one for one in marks) and any("x" not in one for one in marks)

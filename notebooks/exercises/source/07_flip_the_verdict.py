@@ -15,8 +15,9 @@
 from lib import paper, rules, verdicts
 
 nll, recall = paper.consistent_tables("c3")
-delta = (nll.nll - nll.nll_base).groupby([nll.canary, nll.position]).mean().unstack()
-print("canaries that moved by more than 0.04 nats, by position:", (delta > 0.04).sum()[lambda n: n > 0].to_dict())
+delta = (nll.nll - nll.nll_base).groupby([nll.canary, nll.position]).mean().unstack().to_numpy()
+moved = (delta > 0.04).sum(axis=0)
+print("canaries that moved by more than 0.04 nats, by position:", {int(t): int(moved[t]) for t in moved.nonzero()[0]})
 print(verdicts.along_windows(nll, recall, rules.load_verdicts()).verdict.loc[20:25].to_dict())
 
 # %% [markdown]
@@ -32,7 +33,7 @@ import numpy as np
 def first_alarm(delta, margin: float):
     """The smallest K whose window fires, or None if no window does.
 
-    ``delta`` [canaries, positions] holds the change of every token's NLL in nats, a rise being damage. The window of K
+    ``delta``, an array [canaries, positions], holds the change of every token's NLL in nats, a rise being damage. The window of K
     reads the first K positions. It fires when the sum over them is above ``margin`` for at least two canaries and below
     ``-margin`` for none.
     """

@@ -22,7 +22,7 @@ for update in (0.0001, 0.001, 0.01):
 # %% [markdown]
 # ## Your turn
 #
-# The function below has a bug: an adapter that plainly changes the model beside the weights is gone behind it. Repair it,
+# The function below has a bug: an adapter that plainly changes the model beside the weights is gone after the merge. Repair it,
 # also for weights that come in bf16.
 
 # %% tags=["solution"]

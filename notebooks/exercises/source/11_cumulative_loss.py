@@ -18,7 +18,7 @@ import pandas as pd
 from lib import paths
 
 tokens = pd.read_parquet(paths.reference("laptop") / "inversion" / "tokens.parquet")
-kept = tokens[tokens.configuration == "layer 12 prior 300"].sort_values("position")
+kept = tokens[tokens.configuration == "layer 12 prior"].sort_values("position")
 for prompt, part in list(kept.groupby("prompt"))[:4]:
     right = "".join(".x"[int(wrong)] for wrong in part.found_id != part.true_id)
     print(f"{prompt}: {right}", " ".join(f"{loss:.0e}" for loss in part.cumulative_loss))
@@ -57,5 +57,6 @@ check("11_cumulative_loss", globals())
 # %% [markdown]
 # ## Why it matters
 #
-# This is an alarm that needs no truth, and it names the position: whoever holds the states knows what to trust. In the
-# package: `lib.inversion.diagnostics.alarm_delay`, and [notebook 05](../05_inversion.ipynb) for how often it is right.
+# This is an alarm that needs no truth, and it names the position: whoever holds the states knows what to trust. Where tokens
+# are verified before they are committed, part of it holds
+# [by construction](../../book/gotchas/fallback_by_construction.md). In the package: `lib.inversion.diagnostics.alarm_delay`, and [notebook 05](../05_inversion.ipynb) for how often it is right.
