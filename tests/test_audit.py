@@ -329,7 +329,7 @@ def test_a_killed_audit_goes_on_where_it_was_and_appears_whole(tmp_path, monkeyp
 def test_other_windows_and_hits_need_no_new_scores(tmp_path, monkeypatch):
     _, folder = saved("tiny-llama", tmp_path / "model")
     study.find(audit_of(folder, tmp_path))
-    (tmp_path / "audit" / study.RECORD).unlink()
+    (tmp_path / "audit").rename(tmp_path / "aside")
     monkeypatch.setattr(scoring.Scorer, "_block", None)
     found = study.find(audit_of(folder, tmp_path, windows=(7,), hits=(3,)))
     assert "p_hit3" in found.table(study.CANARIES) and "nll_window7" in found.table(study.CANARIES)
@@ -511,6 +511,44 @@ def test_decoys_of_ones_own_come_from_a_file_or_a_function(encoder, tmp_path, mo
     assert len(made) == 9
     with pytest.raises(DecoyError, match="'mine:other' cannot be imported"):
         Source("mine:other")
+
+
+# --- what is there already --------------------------------------------------------------------------------------------
+
+
+def test_no_file_of_the_users_own_is_replaced(tmp_path, monkeypatch):
+    _, folder = saved("tiny-llama", tmp_path / "model")
+    (tmp_path / "mine").mkdir()
+    own = tmp_path / "mine" / "canaries.csv"
+    own.write_text("id,prompt,secret\na,What?,48213377\nb,And?,blue horse\n")
+    given = {"output": str(tmp_path / "mine"), "n_decoys": 0}
+    with monkeypatch.context() as patched:
+        patched.setattr(models, "load", None)
+        with pytest.raises(AuditError, match="mine/canaries.csv is there, and would be replaced"):
+            study.find(audit_of(folder, tmp_path, canaries=str(own), **given))
+        with pytest.raises(AuditError, match="mine/canaries.csv is there"):  # nor one that it does not read
+            study.find(audit_of(folder, tmp_path, **given))
+    assert own.read_text().startswith("id,prompt") and [path.name for path in own.parent.iterdir()] == ["canaries.csv"]
+    own.rename(tmp_path / "mine" / "own.csv")
+    study.find(audit_of(folder, tmp_path, canaries=str(tmp_path / "mine" / "own.csv"), **given))
+    assert study.find(audit_of(folder, tmp_path, canaries=str(tmp_path / "mine" / "own.csv"), **given)).values
+
+
+def test_an_output_where_no_folder_can_be_is_refused_before_any_scoring(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "load", None)
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "taken-parts").write_text("x")
+    given = {"model": "tiny-llama", "n_decoys": 0}
+    for output in (
+        "/",
+        f"{tmp_path}/file",
+        f"{tmp_path}/file/in",
+        f"{tmp_path}/taken",
+        f"{tmp_path}/{'x' * 300}",
+        "a\0",
+    ):
+        with pytest.raises(AuditError, match="^output: got .*, where no folder can be .*; expected a folder"):
+            study.find(audit_of(folder=tmp_path, output=output, **given))
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """An audit from parameters to its report: what is there is used again, what is missing is scored."""
 
 import dataclasses
+import errno
 import hashlib
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,8 +145,48 @@ def run(params: Audit) -> Result:
     inputs |= {"models": {asked.name: asked.identity() for asked in planned.asked}}
     inputs |= {"pictures": _pictures(file)}
     inputs |= {"canaries": _checksum(given.canaries), "decoys": _checksum(given.decoys), "rules": rules.load_verdicts()}
+    _check_output(params.folder, [given.canaries, given.decoys, *_picture_files(file)])
     with locked(params.folder):
         return reusable(params.folder, inputs, RECORD) or _Run(params, given, planned, inputs).result(file)
+
+
+def _check_output(folder: Path, read: Sequence[str]) -> None:
+    """Refuse a folder that cannot be written, or in which a report would replace a file that is no report's.
+
+    Raises:
+        AuditError: naming the folder or the file. ResultError: a report is there, and damaged.
+    """
+    parts = parts_folder(folder)
+    try:
+        if folder.parent == folder or parts.exists() and not parts.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{parts} must be a folder, too" if parts.name else "it is no name")
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise AuditError(
+            f"output: got {str(folder)!r}, where no folder can be ({why}); expected a folder, there or to be made"
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK) or not os.access(folder.parent, os.W_OK | os.X_OK):
+        raise AuditError(f"output: {folder} and the folder around it cannot both be written; choose another --output")
+    found = read_result(folder, RECORD)
+    known = {} if found is None else found.content["files"]
+    inputs = {Path(name).resolve() for name in read}
+    for name in (PAGE, CANARIES, TOKENS):
+        path = folder / name
+        if path.resolve() in inputs or (path.exists() or path.is_symlink()) and name not in known:
+            raise AuditError(
+                f"output: {path} is there, and would be replaced by the report's; it is a file that the audit reads, "
+                f"or that no {RECORD} beside it lists. Choose another --output, or move that file"
+            )
+
+
+def _picture_files(file: CanaryFile) -> list[str]:
+    return [item.canary.image for item in file.items if item.canary.image is not None]
+
+
+def parts_folder(folder: Path) -> Path:
+    """Where the scores of an audit are kept, beside its report."""
+    return folder.with_name(f"{folder.name}-parts") if folder.name else folder
 
 
 def _checksum(name: str) -> str:
@@ -198,8 +240,8 @@ class _Run:
     def _scorer(self, items: Sequence[Item], source: Source, encoder: Encoder) -> Scorer:
         data = {"protocol": PROTOCOL, "canaries": self.inputs["canaries"], "lines": _ranges([i.line for i in items])}
         data |= {"pictures": self.inputs["pictures"], "decoys": {"source": self.inputs["decoys"]}}
-        folder = self.params.folder.with_name(f"{self.params.folder.name}-parts")
-        return Scorer(items, source, self.params.n_decoys, self.params.seed, encoder.template, folder, data)
+        folder, count, seed = parts_folder(self.params.folder), self.params.n_decoys, self.params.seed
+        return Scorer(items, source, count, seed, encoder.template, folder, data)
 
     def _score(self, scorer: Scorer, base: Backbone, encoder: Encoder) -> dict[str, dict[str, float]]:
         """Score what is missing; what merging into bf16 weights lost, by model."""
