@@ -338,7 +338,18 @@ def test_other_windows_and_hits_need_no_new_scores(tmp_path, monkeypatch):
 def test_a_result_of_other_parameters_is_refused_by_name(tmp_path):
     _, folder = saved("tiny-llama", tmp_path / "model")
     study.find(audit_of(folder, tmp_path))
-    with pytest.raises(results.ResultError, match="parameters.n_decoys is 7 there and 3 here.* Move it aside"):
+    (tmp_path / "audit" / "notes.txt").write_text("the user's own")
+    with pytest.raises(
+        results.ResultError, match="parameters.n_decoys is 7 there and 3 here.* Move it aside"
+    ) as refused:
+        study.find(audit_of(folder, tmp_path, n_decoys=3))
+    earlier = results.read_result(tmp_path / "audit", study.RECORD).content
+    subprocess.run(str(refused.value).split("`")[1], shell=True, check=True)  # as the message says
+    study.find(audit_of(folder, tmp_path, n_decoys=3))
+    assert results.read_result(tmp_path / "audit.aside-1", study.RECORD).content == earlier
+    assert (tmp_path / "audit" / "notes.txt").exists()
+    (tmp_path / "audit" / study.RECORD).write_text("{")
+    with pytest.raises(results.ResultError, match="cannot be read.*`mv .*/audit .*/audit.aside-2`"):
         study.find(audit_of(folder, tmp_path, n_decoys=3))
 
 
@@ -697,8 +708,25 @@ def test_planted_files_are_read_back_and_repeat_every_canary(tmp_path, spec):
     assert [i.canary for i in reader.read(tmp_path / planting.CANARIES).items] == drawn
     said = [json.loads(line)["messages"][1]["content"] for line in (tmp_path / planting.TRAINING).open()]
     assert sorted(said) == sorted(canary.target for canary in drawn for _ in range(5)) and said != sorted(said)
-    planting.write(tmp_path, drawn, spec, 5, template="plain")
-    assert json.loads((tmp_path / planting.TRAINING).open().readline())["text"].startswith("Record 00")
+    planting.write(tmp_path, drawn, spec, 5)  # the same again
+    planting.write(tmp_path / "plain", drawn, spec, 5, template="plain")
+    assert json.loads((tmp_path / "plain" / planting.TRAINING).open().readline())["text"].startswith("Record 00")
+
+
+def test_planted_files_are_not_replaced_by_others(tmp_path):
+    drawn = planting.draw(3, "digits:8", seed=0)
+    planting.write(tmp_path, drawn, "digits:8", 2)
+    kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(LeakbookError, match="canaries.jsonl is there with other content"):
+        planting.write(tmp_path, planting.draw(3, "digits:8", seed=1), "digits:8", 2)
+    with pytest.raises(LeakbookError, match="train.jsonl is there with other content"):
+        planting.write(tmp_path, drawn, "digits:8", 3)
+    (tmp_path / planting.CANARIES).unlink()
+    with pytest.raises(LeakbookError, match="train.jsonl is there with other content"):
+        planting.write(tmp_path, planting.draw(3, "digits:8", seed=1), "digits:8", 2)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {n: kept[n] for n in [planting.TRAINING]}
+    with pytest.raises(LeakbookError, match="no folder can be at .*Not a directory"):
+        planting.write(tmp_path / planting.TRAINING / "in", drawn, "digits:8", 2)
 
 
 def test_a_format_too_small_for_distinct_secrets_is_refused():

@@ -53,7 +53,11 @@ def write(
     template: Literal["chat", "plain"] = "chat",
 ) -> None:
     """Write ``canaries.jsonl``, as :func:`lib.audit.reader.read` takes it, and ``train.jsonl``, every canary
-    ``repetitions`` times in a seeded order: ``messages`` a line for a chat template, else ``text``."""
+    ``repetitions`` times in a seeded order: ``messages`` a line for a chat template, else ``text``.
+
+    Raises:
+        CanaryError: one of the files is there with other content, or the folder cannot be made; nothing was written.
+    """
     order = np.random.default_rng([seed, 4]).permutation(np.repeat(np.arange(len(canaries)), repetitions))
     train = [_example(canaries[i], template) for i in order]
     records = [
@@ -67,10 +71,30 @@ def write(
         }
         for c in canaries
     ]
-    for name, rows in {CANARIES: records, TRAINING: train}.items():
+    texts = {
+        name: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+        for name, rows in {CANARIES: records, TRAINING: train}.items()
+    }
+    _refuse_others(folder, texts)
+    for name, text in texts.items():
         with building(folder / name) as unfinished:
-            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            unfinished.write_text(text, encoding="utf-8")
+            unfinished.write_bytes(text)
+
+
+def _refuse_others(folder: Path, texts: Mapping[str, bytes]) -> None:
+    """What was planted once must stay as it is: only its own file can audit the model that was trained on it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CanaryError(
+            f"output: no folder can be at {folder} ({error.strerror}); choose another --output"
+        ) from error
+    for name, text in texts.items():
+        path = folder / name
+        if path.exists() and (not path.is_file() or path.read_bytes() != text):
+            raise CanaryError(
+                f"{path} is there with other content, and was not replaced: choose another --output, or move it aside"
+            )
 
 
 def how_to_mix(folder: Path, count: int, repetitions: int, template: str) -> str:
