@@ -301,6 +301,16 @@ def test_a_baseline_may_be_another_model_of_the_same_tokenizer(tmp_path):
     assert alone.values["models"]["model"]["change"]["verdict"] == "unchanged"
 
 
+def test_built_in_models_are_told_apart(tmp_path):
+    found = study.find(audit_of("tiny-llama", tmp_path, baseline="tiny-gpt2", n_decoys=3))
+    own = found.values["canaries"]
+    assert all(abs(row["change"]) > 1e-3 and row["nll_secret_base"] != row["nll_secret"] for row in own)
+    alone = study.find(audit_of("tiny-gpt2", tmp_path, output=str(tmp_path / "gpt2"), n_decoys=3)).values["canaries"]
+    assert [row["nll_secret_base"] for row in own] == [row["nll_secret"] for row in alone]
+    names = [scoring.Asked("x", name, models.identity(name)).identity() for name in models.BUILT_IN]
+    assert len({json.dumps(name) for name in names}) == len(models.BUILT_IN)
+
+
 # --- work that is stopped, memory, many canaries ----------------------------------------------------------------------
 
 
@@ -581,6 +591,14 @@ def test_what_a_model_cannot_be_asked_is_skipped_with_its_line_and_the_rest_is_a
         assert skipped[name]["line"] == line and change["reason"] in skipped[name]["reason"]
     with pytest.raises(AuditError, match="can be asked for no canary; line 1"):
         study.find(audit_of(folder, tmp_path, rows[:1], output=str(tmp_path / "none")))
+
+
+def test_half_a_surrogate_pair_in_an_id_is_skipped_and_the_report_written(tmp_path):
+    rows = [*OWN, OWN[0] | {"id": "a\ud800", "prompt": "Other?"}]
+    result = study.find(audit_of("tiny-llama", tmp_path, rows, n_decoys=0))
+    (skipped,) = result.values["skipped"]
+    assert (skipped["line"], skipped["id"]) == (5, "a\\ud800") and "half of a surrogate pair" in skipped["reason"]
+    assert "a\\ud800" in (result.folder / study.PAGE).read_text(encoding="utf-8")
 
 
 def test_one_canary_is_audited_and_says_what_it_cannot(tmp_path):
