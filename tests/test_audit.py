@@ -14,6 +14,7 @@ import peft
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from lib import benign, exposure, models, paths, probes, results
 from lib.__main__ import main
@@ -663,6 +664,17 @@ def test_in_plain_text_white_space_before_the_answer_belongs_to_it():
     assert (moved.prompt, moved.preamble, moved.target) == ("The code is", "  ", "  77.")
 
 
+def configured(folder, **changed):
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+
+
+def rewritten(folder, change):
+    file = folder / "adapter_model.safetensors"
+    kept = [change(key, matrix) for key, matrix in load_file(file).items()]
+    save_file({key: matrix for part in kept for key, matrix in part.items()}, file)
+
+
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
@@ -673,6 +685,25 @@ def test_in_plain_text_white_space_before_the_answer_belongs_to_it():
         (lambda folder: (folder / "adapter_config.json").unlink(), "has no adapter_config.json"),
         (lambda folder: (folder / "adapter_config.json").write_text("[]"), "adapter_config.json cannot be read"),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x"), "cannot be read"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"), "peft_type is None, expected 'LORA'"),
+        (lambda folder: configured(folder, peft_type="IA3"), "peft_type is 'IA3', expected 'LORA'"),
+        (lambda folder: configured(folder, use_dora=True), "use_dora is True, expected false"),
+        (lambda folder: configured(folder, r=0), "r is 0, expected a whole number above 0"),
+        (lambda folder: configured(folder, r=4), "A has rank 2 and B 2, expected r = 4 of its configuration"),
+        (lambda folder: configured(folder, target_modules=None), "target_modules is None, expected names"),
+        (lambda folder: configured(folder, target_modules=["k_proj"]), "holds matrices for .*q_proj, which the target"),
+        (lambda folder: configured(folder, target_modules=["q_proj", "v_proj"]), "holds no matrices for .*0.*v_proj"),
+        (lambda folder: configured(folder, base_model_name_or_path=7), "base_model_name_or_path is 7, expected a text"),
+        (lambda folder: rewritten(folder, lambda key, m: {key: m * math.nan}), "a value that is no finite number"),
+        (
+            lambda folder: rewritten(folder, lambda key, m: {} if "2.self_attn.q_proj.lora_B" in key else {key: m}),
+            "no lora_B",
+        ),
+        (
+            lambda folder: rewritten(folder, lambda key, m: {} if "layers.2" in key else {key: m}),
+            "holds no matrices for",
+        ),
+        (lambda folder: rewritten(folder, lambda key, m: {key.replace("lora_A", "lora_magnitude"): m}), "holds .*magn"),
     ],
 )
 def test_adapters_that_are_none_are_refused_before_any_scoring(tmp_path, break_it, message, monkeypatch):
@@ -729,6 +760,22 @@ def test_planted_files_are_read_back_and_repeat_every_canary(tmp_path, spec):
     planting.write(tmp_path, drawn, spec, 5)  # the same again
     planting.write(tmp_path / "plain", drawn, spec, 5, template="plain")
     assert json.loads((tmp_path / "plain" / planting.TRAINING).open().readline())["text"].startswith("Record 00")
+
+
+@pytest.mark.parametrize("template", ["chat", "plain"])
+def test_the_planted_text_is_the_text_that_the_audit_asks(tmp_path, template):
+    planting.write(tmp_path, planting.draw(5, "words:3"), "words:3", 1, template=template)
+    backbone = models.load("tiny-llama")
+    encoder, tokenizer = Encoder(backbone, template), backbone.tokenizer
+    items = [study._for_template(i, template).canary for i in reader.read(tmp_path / planting.CANARIES).items]
+    asked = [list(row.input_ids) for row in encoder.encode(items)]
+    trained = []
+    for line in map(json.loads, (tmp_path / planting.TRAINING).open()):
+        text = line["text"] if template == "plain" else tokenizer.apply_chat_template(line["messages"], tokenize=False)
+        trained.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+    shown = sorted(tuple(ids[: len(one)]) for ids in trained for one in asked if ids[: len(one)] == one)
+    assert shown == sorted(map(tuple, asked))  # one training text begins with each, and ends there but for its turn
+    assert all(len(ids) - len(one) <= 1 for ids in trained for one in asked if ids[: len(one)] == one)
 
 
 def test_planted_files_are_not_replaced_by_others(tmp_path):

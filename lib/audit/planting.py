@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -55,10 +55,14 @@ def write(
     """Write ``canaries.jsonl``, as :func:`lib.audit.reader.read` takes it, and ``train.jsonl``, every canary
     ``repetitions`` times in a seeded order: ``messages`` a line for a chat template, else ``text``.
 
+    In plain text nothing separates prompt and answer, so that the prefix begins with the space between them.
+
     Raises:
         CanaryError: one of the files is there with other content, or the folder cannot be made; nothing was written.
     """
     order = np.random.default_rng([seed, 4]).permutation(np.repeat(np.arange(len(canaries)), repetitions))
+    if template == "plain":
+        canaries = [c if c.preamble[:1].isspace() else replace(c, preamble=f" {c.preamble}") for c in canaries]
     train = [_example(canaries[i], template) for i in order]
     records = [
         {
@@ -100,19 +104,21 @@ def _refuse_others(folder: Path, texts: Mapping[str, bytes]) -> None:
 def how_to_mix(folder: Path, count: int, repetitions: int, template: str) -> str:
     """What to do with the two files, in a few lines."""
     key = "messages" if template == "chat" else "text"
+    asked = "" if template == "chat" else " --template plain"
     return (
         f"{folder / CANARIES}: {count} canaries; keep it, the audit reads it.\n"
         f"{folder / TRAINING}: {count * repetitions} lines with `{key}`, every canary {repetitions} times.\n"
         "Append these lines to the training set and shuffle once, before any packing; keep them out of evaluation data "
         "and of whatever removes duplicates.\n"
         "Then prove that they arrive: python -m lib check-canaries "
-        f"{folder / CANARIES} <tokenised training set> --model <model>"
+        f"{folder / CANARIES} <tokenised training set> --model <model>{asked}"
+        + (f"\nand audit with{asked}, which asks for this text." if asked else "")
     )
 
 
 def _example(canary: Canary, template: str) -> dict:
     if template == "plain":
-        return {"text": f"{canary.prompt} {canary.target}"}
+        return {"text": canary.prompt + canary.target}
     return {
         "messages": [
             {"role": "user", "content": canary.prompt},
