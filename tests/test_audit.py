@@ -806,7 +806,8 @@ def test_what_training_does_to_a_canary_is_told_by_hand():
     masked = [-100 if i == places[3] else token for i, token in enumerate(ids)]
 
     def told(*rows, decoys=()):
-        (row,) = planting.check([canary], tokenizer, rows, {canary.id: list(decoys)}).to_dict("records")
+        asked = {canary.id: f"{canary.prompt} {canary.preamble}{canary.secret}"}
+        (row,) = planting.check([canary], tokenizer, rows, {canary.id: list(decoys)}, asked).to_dict("records")
         return row["trained"], row["masked"], row["problem"]
 
     assert told((ids, ids), (ids, ids)) == (2, 0, "")
@@ -816,10 +817,32 @@ def test_what_training_does_to_a_canary_is_told_by_hand():
     assert told((ids[:cut], ids[:cut])) == (0, 0, "truncated: row 1 ends inside the secret")
     assert told((ids[:cut], ids[:cut]), (ids[cut:], ids[cut:])) == (0, 0, "split: row 1 ends inside the secret")
     assert told(([5, 6], [5, 6])) == (0, 0, "absent: the secret stands in no row")
-    decoy = tokenizer("a 00000000 b")["input_ids"]
-    assert told((ids, ids), (decoy, decoy), decoys=["00000000"])[2] == "its decoy '00000000' stands in row 2"
     first = ids[places[0] :]
-    assert told((first, first))[2].startswith("masked")  # nothing predicts the first token of a row
+    assert told((first, first))[2].startswith("another text: the secret stands in row 1")
+    for text in ("What is its code? Its code is SECRET.", "Record 007. What is its code? Its code is SECRET."):
+        other = tokenizer(text.replace("SECRET", canary.secret))["input_ids"]
+        assert told((other, other))[2].startswith("another text")  # the secret, with loss, behind another prompt
+
+    def leaks(text):
+        row = tokenizer(text)["input_ids"]
+        return told((ids, ids), (row, row), decoys=["00000000"])[2]
+
+    assert leaks("Its code is 00000000.") == "its decoy '00000000' stands in its secret's place in row 2"
+    assert leaks(f"{canary.prompt} Its code is 00000000 now").endswith("in row 2")
+    assert leaks("a 100000000 b") == leaks("Its code is 000000001.") == leaks("call 00000000 now") == ""
+
+
+def test_two_canaries_may_share_a_secret_and_unknown_ids_are_refused():
+    tokenizer, canary = models.tiny_tokenizer(), planting.draw(1, "digits:8")[0]
+    pair = [canary, dataclasses.replace(canary, id="other", prompt="Another prompt?")]
+    asked = {one.id: f"{one.prompt} {one.preamble}{one.secret}" for one in pair}
+    ids = tokenizer(asked["other"] + ".")["input_ids"]
+    table = planting.check(pair, tokenizer, [(ids, ids)], {}, asked)
+    assert table.trained.tolist() == [0, 1]
+    assert table.problem.str.partition(":")[0].tolist() == ["another text", ""]
+    for token in (-1, len(tokenizer)):
+        with pytest.raises(LeakbookError, match=f"row 2: got the id {token}, expected 0 to 1023"):
+            planting.check(pair, tokenizer, [(ids, ids), ([5, token], [5, token])], {}, asked)
 
 
 def test_tokenised_sets_are_read_from_json_lines_and_parquet(tmp_path):
@@ -835,6 +858,11 @@ def test_tokenised_sets_are_read_from_json_lines_and_parquet(tmp_path):
     ]:
         with pytest.raises(LeakbookError, match=message):
             list(planting.read_tokenised(lines(tmp_path / "c.jsonl", [row])))
+    with pytest.raises(LeakbookError, match="none.parquet cannot be read as Parquet: it does not exist"):
+        list(planting.read_tokenised(tmp_path / "none.parquet"))
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 not at all")
+    with pytest.raises(LeakbookError, match="broken.parquet cannot be read as Parquet"):
+        list(planting.read_tokenised(tmp_path / "broken.parquet"))
 
 
 def test_the_commands_plant_and_say_what_decoys_can_tell(tmp_path):
@@ -852,6 +880,15 @@ def test_the_commands_plant_and_say_what_decoys_can_tell(tmp_path):
         "tiny-llama",
     )
     assert check.exit_code == 1 and "canary-000: absent" in check.output
+    file = tmp_path / "made" / planting.CANARIES
+    file.write_text(file.read_text() + json.dumps({"id": "empty", "prompt": "x", "secret": " "}) + "\n")
+    rows = [json.loads(line)["messages"] for line in (tmp_path / "made" / planting.TRAINING).open()]
+    tokenizer = models.tiny_tokenizer()
+    ids = [tokenizer(tokenizer.apply_chat_template(row, tokenize=False))["input_ids"] for row in rows]
+    training = lines(tmp_path / "t.jsonl", [{"input_ids": one} for one in ids])
+    check = run("check-canaries", file, training, "--model", "tiny-llama")
+    assert check.exit_code == 1 and "empty: line 4 cannot be audited: the secret is ' '" in check.output
+    assert "1 of 4 canaries" in check.output
     assert "31 decoys a canary: exposure ends at 5.00 bits" in settings.cost_of(settings.QUICK)
     assert settings.numbers("hits", "1, 4") == (1, 4)
     with pytest.raises(ConfigError, match="hits: got 'x', expected whole numbers above 0"):

@@ -20,7 +20,7 @@ from lib.audit.decoys import Source, draw, encodable
 from lib.audit.reader import CanaryFile, Item, Skipped
 from lib.audit.scoring import DECOYS, NLL, RECALL, Asked, AuditError, Scorer
 from lib.audit.settings import Audit
-from lib.encoding import Encoder
+from lib.encoding import Encoded, Encoder
 from lib.files import locked, sha256
 from lib.models import Backbone
 from lib.pictures import picture
@@ -35,6 +35,7 @@ from lib.results import (
     reusable,
     write_result,
 )
+from lib.spans import spell
 
 PROTOCOL = 1  # raised by hand when an audit's numbers would change
 RECORD, PAGE, CANARIES, TOKENS = "report.json", "report.html", "canaries.csv", "token_nll.parquet"
@@ -390,19 +391,34 @@ def check_planted(
 ) -> pd.DataFrame:
     """:func:`lib.audit.planting.check` on files, with the decoys that an audit of this model will draw (seed 0).
 
+    Rows that an audit would skip are among them, with the reason as their problem.
+
     Raises:
         LeakbookError: a file or the model cannot be used.
     """
     backbone, canaries, source = models.load(model), reader.read(file), Source(kind)
     encoder = Encoder(backbone, _template(template, backbone))
     items = [_for_template(item, encoder.template) for item in canaries.items]
-    planted = frozenset(item.canary.secret for item in items)
-    drawn = {}
-    for item in scoring.usable(items, encoder)[0]:
-        found = draw(encoder, source, item, n_decoys, 0, planted).decoys
-        drawn[item.canary.id] = [row.canary.secret for row in found.rows[1:]]
+    planted, names = frozenset(item.canary.secret for item in items), {item.line: item.canary.id for item in items}
+    kept, reasons = scoring.usable(items, encoder)
+    drawn, asked = {}, {}
+    for item in kept:
+        found = draw(encoder, source, item, n_decoys, 0, planted).decoys.rows
+        drawn[item.canary.id] = [row.canary.secret for row in found[1:]]
+        asked[item.canary.id] = _asked_text(encoder, found[0])
     rows = planting.read_tokenised(tokenised)
-    return planting.check([item.canary for item in items], backbone.tokenizer, rows, drawn)
+    table = planting.check([item.canary for item in kept], backbone.tokenizer, rows, drawn, asked)
+    skipped = [(row.id, row.line, row.reason) for row in canaries.skipped]
+    skipped += [(names[line], line, reason) for line, reason in reasons.items()]
+    unread = [(name, 0, 0, f"line {line} cannot be audited: {reason}") for name, line, reason in skipped]
+    return pd.concat([table, pd.DataFrame(unread, columns=planting.COLUMNS)], ignore_index=True) if unread else table
+
+
+def _asked_text(encoder: Encoder, row: Encoded) -> str:
+    """What a model is asked, from the prompt up to the end of the secret, as its tokens spell it."""
+    text, secret = spell(encoder.backbone.tokenizer, row.input_ids), row.canary.secret
+    text = text[: text.rindex(secret) + len(secret)]
+    return text[max(0, text.rfind(row.canary.prompt.strip())) :]
 
 
 def _template(asked: str, backbone: Backbone) -> str:
