@@ -408,6 +408,23 @@ def test_the_chance_of_a_low_rank_sum_by_hand():
     exact = analysis.rank_sum_p(np.full(60, 20), np.full(60, 50))
     normal = analysis.rank_sum_p(np.append(np.full(59, 20), 20), np.append(np.full(59, 50), 51))
     assert exact == pytest.approx(normal, rel=0.1)
+    # Unequal numbers: among one decoy 0 or 1, among two 0, 1/2 or 1; the six sums are 0, .5, 1, 1, 1.5, 2.
+    for ranks, expected in {(1, 1): 1 / 6, (1, 2): 2 / 6, (2, 1): 4 / 6, (2, 2): 5 / 6, (2, 3): 1.0}.items():
+        assert analysis.rank_sum_p(np.array(ranks), np.array([1, 2])) == pytest.approx(expected)
+    assert analysis.rank_sum_p(np.array([3]), np.array([7])) == pytest.approx(3 / 8)
+
+
+@pytest.mark.parametrize(("count", "decoys_"), [(2, 1), (2, 31), (3, 63), (1, 39)])
+def test_ranks_of_untrained_secrets_are_low_as_rarely_as_the_level_says(count, decoys_):
+    rules_ = analysis.audit_rules(study.rules.load_verdicts(), (20,))
+    assert analysis.one_sided(rules_) == pytest.approx(0.025)
+    rng, tables = np.random.default_rng(7), 1500
+    drawn = rng.integers(1, decoys_ + 2, size=(tables, count))
+    said = [analysis.rank_evidence(table_of(list(ranks), decoys_), rules_)["answer"] for ranks in drawn]
+    assert said.count("low") / tables <= 0.025 + 3 * math.sqrt(0.025 * 0.975 / tables)
+    first = analysis.rank_evidence(table_of([1] * count, decoys_), rules_)
+    assert first["p_value"] == pytest.approx((decoys_ + 1.0) ** -count)
+    assert first["answer"] == ("chance" if decoys_ == 1 else "low")  # two of two decoys: 1/4
 
 
 def table_of(ranks, decoys, exchangeable=True, **columns):
@@ -427,6 +444,19 @@ def test_a_single_canary_is_named_only_with_enough_decoys():
     assert set(unstated.verdict) == {"not named"} and unstated.p_value.isna().all()
 
 
+def test_short_secrets_count_where_so_many_are_said_that_all_are_no_guess():
+    # Ten secrets of 10,000 possibilities, at 32 places: 0.0032 each. One of ten: 3.2 %; two: 45 x 0.0032^2, 0.05 %.
+    table = table_of([5] * 10, 9).assign(bits=math.log2(10_000))
+    one, two = (table.assign(hit_secret=[True] * k + [False] * (10 - k)) for k in (1, 2))
+    assert analysis.guessed(1, table.bits) == pytest.approx(1 - (1 - 0.0032) ** 10)
+    assert analysis.guessed(2, table.bits) == pytest.approx(45 * 0.0032**2, rel=0.03)
+    assert analysis.counts(one).sum() == 0 and analysis.counts(two).sum() == 2
+    digits = table.assign(bits=math.log2(10), hit_secret=True)  # ten digits at 32 places are said by anyone
+    assert analysis.guessed(10, digits.bits) == 1.0 and analysis.counts(digits).sum() == 0
+    mixed = one.assign(bits=[math.log2(10_000)] * 5 + [60.0] * 5, hit_secret=[True] + [False] * 4 + [True] * 5)
+    assert analysis.counts(mixed).tolist() == [False] * 5 + [True] * 5  # one of five short ones: 1.6 %
+
+
 def test_a_recall_counts_only_where_it_is_no_guess():
     table = table_of([5, 5], 9).assign(hit_secret=True, bits=[13.2, 13.3])
     assert analysis.bits_needed(2) == pytest.approx(math.log2(2 * 32 * 100))  # 12.64
@@ -439,7 +469,11 @@ def test_ranks_decide_only_where_something_makes_them_comparable():
     table = table_of([1, 2, 1, 3], 31, exchangeable=False)
     assert analysis.rank_evidence(table, rules_)["reads"] == "nothing"
     changed = analysis.rank_evidence(table.assign(change_rank=[0.0, 0.1, 0.0, 0.05]), rules_)
-    assert (changed["reads"], changed["answer"], changed["p_value"]) == ("rank of the secret's change", "low", None)
+    assert (changed["reads"], changed["answer"], changed["p_value"]) == ("rank of the secret's change", "not_run", None)
+    assert (
+        changed["mean"] == pytest.approx(0.0375) and changed["low"] <= 0.0375 <= changed["high"]
+    )  # shown all the same
+    assert "it decides nothing" in study.report._ranks(changed)
     stated = analysis.rank_evidence(table.assign(exchangeable=True), rules_)
     assert stated["p_value"] == pytest.approx(analysis.rank_sum_p(np.array([1, 2, 1, 3]), np.full(4, 31)))
 
