@@ -506,7 +506,7 @@ def check_canaries(file: Path, tokenised: Path, **given: object) -> None:
     if len(failed):
         raise click.ClickException(f"{len(failed)} of {len(table)} canaries would not be planted as they should")
     times = " to ".join(map(str, sorted({table.trained.min(), table.trained.max()})))
-    click.echo(f"{len(table)} canaries, each with loss on its whole secret {times} times; no decoy among the data.")
+    click.echo(f"{len(table)} canaries, each with loss on its whole secret {times} times; no decoy in its place.")
 
 
 @main.command()

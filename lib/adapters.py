@@ -3,11 +3,14 @@
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
+from peft.tuners.tuners_utils import check_target_module_exists as adapts
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -75,7 +78,10 @@ def check_folder(adapter: Path) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (Path(adapter) / name).exists():
             raise AdapterError(f"{adapter} has no {name}: expected a folder that peft's save_pretrained wrote")
-    made_for(adapter)
+    file, config = Path(adapter) / "adapter_config.json", _configuration(adapter)
+    for name, (fits, expected) in CONFIGURED.items():
+        if not fits(config.get(name)):
+            raise AdapterError(f"{file}: {name} is {config.get(name)!r}, expected {expected}")
 
 
 def made_for(adapter: Path) -> str | None:
@@ -84,24 +90,95 @@ def made_for(adapter: Path) -> str | None:
     Raises:
         AdapterError: the configuration is not a JSON object.
     """
+    return _configuration(adapter).get("base_model_name_or_path")
+
+
+def _configuration(adapter: Path) -> dict[str, Any]:
     file = Path(adapter) / "adapter_config.json"
     try:
-        return json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (ValueError, AttributeError) as error:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(f"{file} cannot be read ({error}): expected a JSON object") from error
+    if not isinstance(found, dict):
+        raise AdapterError(f"{file} cannot be read (got {str(found)[:80]!r}): expected a JSON object")
+    return found
+
+
+def _names(value: Any) -> bool:
+    several = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return bool(value) and (several or isinstance(value, str))
+
+
+CONFIGURED: dict[str, tuple[Callable[[Any], bool], str]] = {  # what an adapter's configuration must say
+    "peft_type": (lambda value: value == "LORA", "'LORA'"),
+    "use_dora": (lambda value: value in (None, False), "false: only W + (alpha / r) B A is computed"),
+    "r": (lambda value: type(value) is int and value > 0, "a whole number above 0"),
+    "target_modules": (_names, "names of modules, or a pattern"),
+    "base_model_name_or_path": (lambda value: value is None or isinstance(value, str), "a text, or null"),
+}
 
 
 def check_adapter(adapter: Path, backbone: Backbone) -> None:
     """Refuse an adapter that does not belong to the backbone, before anything is loaded.
 
     Raises:
-        AdapterError: the folder is no peft adapter in safetensors, or a matrix does not fit a module of the model.
+        AdapterError: the folder is no peft adapter in safetensors, a matrix does not fit a module of the model or is
+            not finite, or the configuration's modules and ranks are not those of the matrices.
     """
     adapter = Path(adapter)
     check_folder(adapter)
-    modules = dict(backbone.model.named_modules())
-    for match, shape in _matrices(adapter):
+    modules, matrices = dict(backbone.model.named_modules()), _matrices(adapter)
+    for match, shape in matrices:
         _check_matrix(adapter, backbone, modules.get(match[1]), match, shape)
+    config = _lora_config(adapter)
+    _check_ranks(adapter, matrices, {config.r, *config.rank_pattern.values()})
+    _check_targets(adapter, {match[1] for match, _ in matrices}, {n for n in modules if n and adapts(config, n)})
+    _check_finite(adapter)
+
+
+def _lora_config(adapter: Path) -> peft.LoraConfig:
+    try:
+        return peft.LoraConfig.from_pretrained(str(adapter))
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise AdapterError(f"{adapter}/adapter_config.json: peft cannot use it ({error})") from error
+
+
+def _check_ranks(adapter: Path, matrices: list[tuple[re.Match, list[int]]], expected: set[int]) -> None:
+    """Every module has an A and a B of one rank, which the configuration states."""
+    ranks: dict[str, dict[str, int]] = {}
+    for match, shape in matrices:
+        ranks.setdefault(match[1], {})[match[2]] = shape[0 if match[2] == "A" else 1]
+    for module, found in ranks.items():
+        if len(found) < 2:
+            lacking = "B" if "A" in found else "A"
+            raise AdapterError(f"{adapter}: {module} has no lora_{lacking}: expected an A and a B for every module")
+        if found["A"] != found["B"] or found["A"] not in expected:
+            stated = " or ".join(map(str, sorted(expected)))
+            raise AdapterError(
+                f"{adapter}: at {module} A has rank {found['A']} and B {found['B']}, expected r = {stated} of its "
+                "configuration"
+            )
+
+
+def _check_targets(adapter: Path, held: set[str], named: set[str]) -> None:
+    """The modules that the file has matrices for are those that peft will adapt."""
+    if held - named:
+        raise AdapterError(
+            f"{adapter} holds matrices for {sorted(held - named)[0]}, which the target_modules of its configuration "
+            "leave out: they would be passed over"
+        )
+    if named - held:
+        raise AdapterError(
+            f"{adapter} holds no matrices for {sorted(named - held)[0]}, which the target_modules of its configuration "
+            "name: expected those of every module"
+        )
+
+
+def _check_finite(adapter: Path) -> None:
+    with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
+        for key in file.keys():  # noqa: SIM118, no mapping
+            if not torch.isfinite(file.get_tensor(key)).all():
+                raise AdapterError(f"{adapter}: {key} holds a value that is no finite number")
 
 
 def adapted_modules(adapter: Path) -> set[str]:

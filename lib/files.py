@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -18,6 +19,7 @@ from filelock import FileLock, Timeout
 from lib.errors import LeakbookError
 
 STALE = 3600.0  # seconds
+MARK = ".leakbook-"  # between a target's name and eight characters: only what is named so is ever removed
 
 
 class StorageError(LeakbookError, OSError):
@@ -40,7 +42,7 @@ def building(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(target, older_than=STALE)
     try:
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}{MARK}") as folder:
             unfinished = Path(folder) / target.name
             yield unfinished
             if unfinished.is_file():
@@ -61,9 +63,16 @@ def building(target: Path) -> Iterator[Path]:
 
 def _remove_leftovers(target: Path, older_than: float) -> None:
     """Delete what a killed process left beside ``target``; a younger one may still be written."""
-    for leftover in target.parent.glob(f".{glob.escape(target.name)}-????????"):
-        if leftover.is_dir() and time.time() - leftover.stat().st_mtime > older_than:
+    for leftover in _unfinished(target.parent, f".{glob.escape(target.name)}"):
+        if time.time() - leftover.stat().st_mtime > older_than:
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _unfinished(folder: Path, name: str) -> list[Path]:
+    """Folders in ``folder`` that :func:`building` made for targets of a name, a pattern."""
+    exactly = re.compile(re.escape(MARK) + "[a-z0-9_]{8}")
+    found = [path for path in folder.glob(f"{name}{MARK}????????") if exactly.fullmatch(path.name[-len(MARK) - 8 :])]
+    return [path for path in found if path.is_dir() and not path.is_symlink()]
 
 
 def _disk_is_full(error: Exception) -> bool:
@@ -84,9 +93,8 @@ def locked(target: Path) -> Iterator[None]:
         lock.acquire()
     try:
         _remove_leftovers(target, older_than=-1.0)  # whoever made them, beside the target or in it, held this lock
-        for unfinished in target.glob(".*-????????"):
-            if unfinished.is_dir():
-                shutil.rmtree(unfinished, ignore_errors=True)
+        for unfinished in _unfinished(target, ".*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
         yield
     finally:
         lock.release()

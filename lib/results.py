@@ -8,9 +8,10 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import shlex
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,30 +127,34 @@ def read_result(folder: Path, record: str = "result.json") -> Result | None:
     except (ValueError, KeyError, TypeError) as error:
         raise ResultError(_refusal(folder, f"is damaged: {record} cannot be read ({error!r})", record)) from error
     if stored != inputs_hash(inputs):
-        raise ResultError(_refusal(folder, f"is damaged: the hash in {record} is not that of its inputs", record))
+        reason = f"is damaged: the hash in {record} is not that of its inputs"
+        raise ResultError(_refusal(folder, reason, record, files))
     for name, checksum in files.items():
         if not (folder / name).exists() or sha256(folder / name) != checksum:
-            raise ResultError(
-                _refusal(folder, f"is damaged: {name} is missing or not the file that was written", record)
-            )
+            reason = f"is damaged: {name} is missing or not the file that was written"
+            raise ResultError(_refusal(folder, reason, record, files))
     return Result(folder, content)
 
 
-def _refusal(folder: Path, reason: str, record: str = "result.json") -> str:
+def _refusal(folder: Path, reason: str, record: str = "result.json", files: Iterable[str] = ()) -> str:
     shown = paths.show(folder if record == "result.json" else folder / record)
     if not _is_local(folder):
         return f"{shown} {reason}. It is the committed reference: restore it with `git checkout -- {shown}`."
-    command = set_aside_command(folder if record == "result.json" else folder / record)
+    command = set_aside_command(folder, [*files, record] if files and record != "result.json" else ())
     return f"{shown} {reason}. Nothing was overwritten. Move it aside with `{command}` and run again."
 
 
-def set_aside_command(folder: Path) -> str:
-    """Shell command that moves a result folder aside, to a name that is still free."""
+def set_aside_command(folder: Path, files: Iterable[str] = ()) -> str:
+    """Shell command that moves a result aside, to a name that is still free.
+
+    The whole folder; only those of ``files`` that are there, where others may lie beside them.
+    """
     number = 1
     while folder.with_name(f"{folder.name}.aside-{number}").exists():
         number += 1
-    shown = paths.show(folder)
-    return f"mv {shown} {shown}.aside-{number}"
+    shown, aside = (shlex.quote(paths.show(folder) + end) for end in ("", f".aside-{number}"))
+    moved = " ".join(shlex.quote(paths.show(folder / name)) for name in files if (folder / name).exists())
+    return f"mkdir {aside} && mv {moved} {aside}" if moved else f"mv {shown} {aside}"
 
 
 def reusable(folder: Path, inputs: dict[str, Any], record: str = "result.json") -> Result | None:
@@ -161,7 +166,8 @@ def reusable(folder: Path, inputs: dict[str, Any], record: str = "result.json") 
     result = read_result(folder, record)
     if result is not None and result.content["hash"] != inputs_hash(inputs):
         differing = "; ".join(differences(result.content["inputs"], inputs))
-        raise ResultError(_refusal(folder, f"was made with other parameters: {differing}", record))
+        files = result.content["files"]
+        raise ResultError(_refusal(folder, f"was made with other parameters: {differing}", record, files))
     return result
 
 

@@ -14,6 +14,7 @@ import peft
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from lib import benign, exposure, models, paths, probes, results
 from lib.__main__ import main
@@ -301,6 +302,16 @@ def test_a_baseline_may_be_another_model_of_the_same_tokenizer(tmp_path):
     assert alone.values["models"]["model"]["change"]["verdict"] == "unchanged"
 
 
+def test_built_in_models_are_told_apart(tmp_path):
+    found = study.find(audit_of("tiny-llama", tmp_path, baseline="tiny-gpt2", n_decoys=3))
+    own = found.values["canaries"]
+    assert all(abs(row["change"]) > 1e-3 and row["nll_secret_base"] != row["nll_secret"] for row in own)
+    alone = study.find(audit_of("tiny-gpt2", tmp_path, output=str(tmp_path / "gpt2"), n_decoys=3)).values["canaries"]
+    assert [row["nll_secret_base"] for row in own] == [row["nll_secret"] for row in alone]
+    names = [scoring.Asked("x", name, models.identity(name)).identity() for name in models.BUILT_IN]
+    assert len({json.dumps(name) for name in names}) == len(models.BUILT_IN)
+
+
 # --- work that is stopped, memory, many canaries ----------------------------------------------------------------------
 
 
@@ -329,7 +340,7 @@ def test_a_killed_audit_goes_on_where_it_was_and_appears_whole(tmp_path, monkeyp
 def test_other_windows_and_hits_need_no_new_scores(tmp_path, monkeypatch):
     _, folder = saved("tiny-llama", tmp_path / "model")
     study.find(audit_of(folder, tmp_path))
-    (tmp_path / "audit" / study.RECORD).unlink()
+    (tmp_path / "audit").rename(tmp_path / "aside")
     monkeypatch.setattr(scoring.Scorer, "_block", None)
     found = study.find(audit_of(folder, tmp_path, windows=(7,), hits=(3,)))
     assert "p_hit3" in found.table(study.CANARIES) and "nll_window7" in found.table(study.CANARIES)
@@ -338,7 +349,18 @@ def test_other_windows_and_hits_need_no_new_scores(tmp_path, monkeypatch):
 def test_a_result_of_other_parameters_is_refused_by_name(tmp_path):
     _, folder = saved("tiny-llama", tmp_path / "model")
     study.find(audit_of(folder, tmp_path))
-    with pytest.raises(results.ResultError, match="parameters.n_decoys is 7 there and 3 here.* Move it aside"):
+    (tmp_path / "audit" / "notes.txt").write_text("the user's own")
+    with pytest.raises(
+        results.ResultError, match="parameters.n_decoys is 7 there and 3 here.* Move it aside"
+    ) as refused:
+        study.find(audit_of(folder, tmp_path, n_decoys=3))
+    earlier = results.read_result(tmp_path / "audit", study.RECORD).content
+    subprocess.run(str(refused.value).split("`")[1], shell=True, check=True)  # as the message says
+    study.find(audit_of(folder, tmp_path, n_decoys=3))
+    assert results.read_result(tmp_path / "audit.aside-1", study.RECORD).content == earlier
+    assert (tmp_path / "audit" / "notes.txt").exists()
+    (tmp_path / "audit" / study.RECORD).write_text("{")
+    with pytest.raises(results.ResultError, match="cannot be read.*`mv .*/audit .*/audit.aside-2`"):
         study.find(audit_of(folder, tmp_path, n_decoys=3))
 
 
@@ -386,6 +408,23 @@ def test_the_chance_of_a_low_rank_sum_by_hand():
     exact = analysis.rank_sum_p(np.full(60, 20), np.full(60, 50))
     normal = analysis.rank_sum_p(np.append(np.full(59, 20), 20), np.append(np.full(59, 50), 51))
     assert exact == pytest.approx(normal, rel=0.1)
+    # Unequal numbers: among one decoy 0 or 1, among two 0, 1/2 or 1; the six sums are 0, .5, 1, 1, 1.5, 2.
+    for ranks, expected in {(1, 1): 1 / 6, (1, 2): 2 / 6, (2, 1): 4 / 6, (2, 2): 5 / 6, (2, 3): 1.0}.items():
+        assert analysis.rank_sum_p(np.array(ranks), np.array([1, 2])) == pytest.approx(expected)
+    assert analysis.rank_sum_p(np.array([3]), np.array([7])) == pytest.approx(3 / 8)
+
+
+@pytest.mark.parametrize(("count", "decoys_"), [(2, 1), (2, 31), (3, 63), (1, 39)])
+def test_ranks_of_untrained_secrets_are_low_as_rarely_as_the_level_says(count, decoys_):
+    rules_ = analysis.audit_rules(study.rules.load_verdicts(), (20,))
+    assert analysis.one_sided(rules_) == pytest.approx(0.025)
+    rng, tables = np.random.default_rng(7), 1500
+    drawn = rng.integers(1, decoys_ + 2, size=(tables, count))
+    said = [analysis.rank_evidence(table_of(list(ranks), decoys_), rules_)["answer"] for ranks in drawn]
+    assert said.count("low") / tables <= 0.025 + 3 * math.sqrt(0.025 * 0.975 / tables)
+    first = analysis.rank_evidence(table_of([1] * count, decoys_), rules_)
+    assert first["p_value"] == pytest.approx((decoys_ + 1.0) ** -count)
+    assert first["answer"] == ("chance" if decoys_ == 1 else "low")  # two of two decoys: 1/4
 
 
 def table_of(ranks, decoys, exchangeable=True, **columns):
@@ -405,6 +444,19 @@ def test_a_single_canary_is_named_only_with_enough_decoys():
     assert set(unstated.verdict) == {"not named"} and unstated.p_value.isna().all()
 
 
+def test_short_secrets_count_where_so_many_are_said_that_all_are_no_guess():
+    # Ten secrets of 10,000 possibilities, at 32 places: 0.0032 each. One of ten: 3.2 %; two: 45 x 0.0032^2, 0.05 %.
+    table = table_of([5] * 10, 9).assign(bits=math.log2(10_000))
+    one, two = (table.assign(hit_secret=[True] * k + [False] * (10 - k)) for k in (1, 2))
+    assert analysis.guessed(1, table.bits) == pytest.approx(1 - (1 - 0.0032) ** 10)
+    assert analysis.guessed(2, table.bits) == pytest.approx(45 * 0.0032**2, rel=0.03)
+    assert analysis.counts(one).sum() == 0 and analysis.counts(two).sum() == 2
+    digits = table.assign(bits=math.log2(10), hit_secret=True)  # ten digits at 32 places are said by anyone
+    assert analysis.guessed(10, digits.bits) == 1.0 and analysis.counts(digits).sum() == 0
+    mixed = one.assign(bits=[math.log2(10_000)] * 5 + [60.0] * 5, hit_secret=[True] + [False] * 4 + [True] * 5)
+    assert analysis.counts(mixed).tolist() == [False] * 5 + [True] * 5  # one of five short ones: 1.6 %
+
+
 def test_a_recall_counts_only_where_it_is_no_guess():
     table = table_of([5, 5], 9).assign(hit_secret=True, bits=[13.2, 13.3])
     assert analysis.bits_needed(2) == pytest.approx(math.log2(2 * 32 * 100))  # 12.64
@@ -417,7 +469,11 @@ def test_ranks_decide_only_where_something_makes_them_comparable():
     table = table_of([1, 2, 1, 3], 31, exchangeable=False)
     assert analysis.rank_evidence(table, rules_)["reads"] == "nothing"
     changed = analysis.rank_evidence(table.assign(change_rank=[0.0, 0.1, 0.0, 0.05]), rules_)
-    assert (changed["reads"], changed["answer"], changed["p_value"]) == ("rank of the secret's change", "low", None)
+    assert (changed["reads"], changed["answer"], changed["p_value"]) == ("rank of the secret's change", "not_run", None)
+    assert (
+        changed["mean"] == pytest.approx(0.0375) and changed["low"] <= 0.0375 <= changed["high"]
+    )  # shown all the same
+    assert "it decides nothing" in study.report._ranks(changed)
     stated = analysis.rank_evidence(table.assign(exchangeable=True), rules_)
     assert stated["p_value"] == pytest.approx(analysis.rank_sum_p(np.array([1, 2, 1, 3]), np.full(4, 31)))
 
@@ -513,6 +569,44 @@ def test_decoys_of_ones_own_come_from_a_file_or_a_function(encoder, tmp_path, mo
         Source("mine:other")
 
 
+# --- what is there already --------------------------------------------------------------------------------------------
+
+
+def test_no_file_of_the_users_own_is_replaced(tmp_path, monkeypatch):
+    _, folder = saved("tiny-llama", tmp_path / "model")
+    (tmp_path / "mine").mkdir()
+    own = tmp_path / "mine" / "canaries.csv"
+    own.write_text("id,prompt,secret\na,What?,48213377\nb,And?,blue horse\n")
+    given = {"output": str(tmp_path / "mine"), "n_decoys": 0}
+    with monkeypatch.context() as patched:
+        patched.setattr(models, "load", None)
+        with pytest.raises(AuditError, match="mine/canaries.csv is there, and would be replaced"):
+            study.find(audit_of(folder, tmp_path, canaries=str(own), **given))
+        with pytest.raises(AuditError, match="mine/canaries.csv is there"):  # nor one that it does not read
+            study.find(audit_of(folder, tmp_path, **given))
+    assert own.read_text().startswith("id,prompt") and [path.name for path in own.parent.iterdir()] == ["canaries.csv"]
+    own.rename(tmp_path / "mine" / "own.csv")
+    study.find(audit_of(folder, tmp_path, canaries=str(tmp_path / "mine" / "own.csv"), **given))
+    assert study.find(audit_of(folder, tmp_path, canaries=str(tmp_path / "mine" / "own.csv"), **given)).values
+
+
+def test_an_output_where_no_folder_can_be_is_refused_before_any_scoring(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "load", None)
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "taken-parts").write_text("x")
+    given = {"model": "tiny-llama", "n_decoys": 0}
+    for output in (
+        "/",
+        f"{tmp_path}/file",
+        f"{tmp_path}/file/in",
+        f"{tmp_path}/taken",
+        f"{tmp_path}/{'x' * 300}",
+        "a\0",
+    ):
+        with pytest.raises(AuditError, match="^output: got .*, where no folder can be .*; expected a folder"):
+            study.find(audit_of(folder=tmp_path, output=output, **given))
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -532,6 +626,14 @@ def test_what_a_model_cannot_be_asked_is_skipped_with_its_line_and_the_rest_is_a
         assert skipped[name]["line"] == line and change["reason"] in skipped[name]["reason"]
     with pytest.raises(AuditError, match="can be asked for no canary; line 1"):
         study.find(audit_of(folder, tmp_path, rows[:1], output=str(tmp_path / "none")))
+
+
+def test_half_a_surrogate_pair_in_an_id_is_skipped_and_the_report_written(tmp_path):
+    rows = [*OWN, OWN[0] | {"id": "a\ud800", "prompt": "Other?"}]
+    result = study.find(audit_of("tiny-llama", tmp_path, rows, n_decoys=0))
+    (skipped,) = result.values["skipped"]
+    assert (skipped["line"], skipped["id"]) == (5, "a\\ud800") and "half of a surrogate pair" in skipped["reason"]
+    assert "a\\ud800" in (result.folder / study.PAGE).read_text(encoding="utf-8")
 
 
 def test_one_canary_is_audited_and_says_what_it_cannot(tmp_path):
@@ -596,6 +698,17 @@ def test_in_plain_text_white_space_before_the_answer_belongs_to_it():
     assert (moved.prompt, moved.preamble, moved.target) == ("The code is", "  ", "  77.")
 
 
+def configured(folder, **changed):
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+
+
+def rewritten(folder, change):
+    file = folder / "adapter_model.safetensors"
+    kept = [change(key, matrix) for key, matrix in load_file(file).items()]
+    save_file({key: matrix for part in kept for key, matrix in part.items()}, file)
+
+
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
@@ -606,6 +719,25 @@ def test_in_plain_text_white_space_before_the_answer_belongs_to_it():
         (lambda folder: (folder / "adapter_config.json").unlink(), "has no adapter_config.json"),
         (lambda folder: (folder / "adapter_config.json").write_text("[]"), "adapter_config.json cannot be read"),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x"), "cannot be read"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"), "peft_type is None, expected 'LORA'"),
+        (lambda folder: configured(folder, peft_type="IA3"), "peft_type is 'IA3', expected 'LORA'"),
+        (lambda folder: configured(folder, use_dora=True), "use_dora is True, expected false"),
+        (lambda folder: configured(folder, r=0), "r is 0, expected a whole number above 0"),
+        (lambda folder: configured(folder, r=4), "A has rank 2 and B 2, expected r = 4 of its configuration"),
+        (lambda folder: configured(folder, target_modules=None), "target_modules is None, expected names"),
+        (lambda folder: configured(folder, target_modules=["k_proj"]), "holds matrices for .*q_proj, which the target"),
+        (lambda folder: configured(folder, target_modules=["q_proj", "v_proj"]), "holds no matrices for .*0.*v_proj"),
+        (lambda folder: configured(folder, base_model_name_or_path=7), "base_model_name_or_path is 7, expected a text"),
+        (lambda folder: rewritten(folder, lambda key, m: {key: m * math.nan}), "a value that is no finite number"),
+        (
+            lambda folder: rewritten(folder, lambda key, m: {} if "2.self_attn.q_proj.lora_B" in key else {key: m}),
+            "no lora_B",
+        ),
+        (
+            lambda folder: rewritten(folder, lambda key, m: {} if "layers.2" in key else {key: m}),
+            "holds no matrices for",
+        ),
+        (lambda folder: rewritten(folder, lambda key, m: {key.replace("lora_A", "lora_magnitude"): m}), "holds .*magn"),
     ],
 )
 def test_adapters_that_are_none_are_refused_before_any_scoring(tmp_path, break_it, message, monkeypatch):
@@ -659,8 +791,41 @@ def test_planted_files_are_read_back_and_repeat_every_canary(tmp_path, spec):
     assert [i.canary for i in reader.read(tmp_path / planting.CANARIES).items] == drawn
     said = [json.loads(line)["messages"][1]["content"] for line in (tmp_path / planting.TRAINING).open()]
     assert sorted(said) == sorted(canary.target for canary in drawn for _ in range(5)) and said != sorted(said)
-    planting.write(tmp_path, drawn, spec, 5, template="plain")
-    assert json.loads((tmp_path / planting.TRAINING).open().readline())["text"].startswith("Record 00")
+    planting.write(tmp_path, drawn, spec, 5)  # the same again
+    planting.write(tmp_path / "plain", drawn, spec, 5, template="plain")
+    assert json.loads((tmp_path / "plain" / planting.TRAINING).open().readline())["text"].startswith("Record 00")
+
+
+@pytest.mark.parametrize("template", ["chat", "plain"])
+def test_the_planted_text_is_the_text_that_the_audit_asks(tmp_path, template):
+    planting.write(tmp_path, planting.draw(5, "words:3"), "words:3", 1, template=template)
+    backbone = models.load("tiny-llama")
+    encoder, tokenizer = Encoder(backbone, template), backbone.tokenizer
+    items = [study._for_template(i, template).canary for i in reader.read(tmp_path / planting.CANARIES).items]
+    asked = [list(row.input_ids) for row in encoder.encode(items)]
+    trained = []
+    for line in map(json.loads, (tmp_path / planting.TRAINING).open()):
+        text = line["text"] if template == "plain" else tokenizer.apply_chat_template(line["messages"], tokenize=False)
+        trained.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+    shown = sorted(tuple(ids[: len(one)]) for ids in trained for one in asked if ids[: len(one)] == one)
+    assert shown == sorted(map(tuple, asked))  # one training text begins with each, and ends there but for its turn
+    assert all(len(ids) - len(one) <= 1 for ids in trained for one in asked if ids[: len(one)] == one)
+
+
+def test_planted_files_are_not_replaced_by_others(tmp_path):
+    drawn = planting.draw(3, "digits:8", seed=0)
+    planting.write(tmp_path, drawn, "digits:8", 2)
+    kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(LeakbookError, match="canaries.jsonl is there with other content"):
+        planting.write(tmp_path, planting.draw(3, "digits:8", seed=1), "digits:8", 2)
+    with pytest.raises(LeakbookError, match="train.jsonl is there with other content"):
+        planting.write(tmp_path, drawn, "digits:8", 3)
+    (tmp_path / planting.CANARIES).unlink()
+    with pytest.raises(LeakbookError, match="train.jsonl is there with other content"):
+        planting.write(tmp_path, planting.draw(3, "digits:8", seed=1), "digits:8", 2)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {n: kept[n] for n in [planting.TRAINING]}
+    with pytest.raises(LeakbookError, match="no folder can be at .*Not a directory"):
+        planting.write(tmp_path / planting.TRAINING / "in", drawn, "digits:8", 2)
 
 
 def test_a_format_too_small_for_distinct_secrets_is_refused():
@@ -675,7 +840,8 @@ def test_what_training_does_to_a_canary_is_told_by_hand():
     masked = [-100 if i == places[3] else token for i, token in enumerate(ids)]
 
     def told(*rows, decoys=()):
-        (row,) = planting.check([canary], tokenizer, rows, {canary.id: list(decoys)}).to_dict("records")
+        asked = {canary.id: f"{canary.prompt} {canary.preamble}{canary.secret}"}
+        (row,) = planting.check([canary], tokenizer, rows, {canary.id: list(decoys)}, asked).to_dict("records")
         return row["trained"], row["masked"], row["problem"]
 
     assert told((ids, ids), (ids, ids)) == (2, 0, "")
@@ -685,10 +851,32 @@ def test_what_training_does_to_a_canary_is_told_by_hand():
     assert told((ids[:cut], ids[:cut])) == (0, 0, "truncated: row 1 ends inside the secret")
     assert told((ids[:cut], ids[:cut]), (ids[cut:], ids[cut:])) == (0, 0, "split: row 1 ends inside the secret")
     assert told(([5, 6], [5, 6])) == (0, 0, "absent: the secret stands in no row")
-    decoy = tokenizer("a 00000000 b")["input_ids"]
-    assert told((ids, ids), (decoy, decoy), decoys=["00000000"])[2] == "its decoy '00000000' stands in row 2"
     first = ids[places[0] :]
-    assert told((first, first))[2].startswith("masked")  # nothing predicts the first token of a row
+    assert told((first, first))[2].startswith("another text: the secret stands in row 1")
+    for text in ("What is its code? Its code is SECRET.", "Record 007. What is its code? Its code is SECRET."):
+        other = tokenizer(text.replace("SECRET", canary.secret))["input_ids"]
+        assert told((other, other))[2].startswith("another text")  # the secret, with loss, behind another prompt
+
+    def leaks(text):
+        row = tokenizer(text)["input_ids"]
+        return told((ids, ids), (row, row), decoys=["00000000"])[2]
+
+    assert leaks("Its code is 00000000.") == "its decoy '00000000' stands in its secret's place in row 2"
+    assert leaks(f"{canary.prompt} Its code is 00000000 now").endswith("in row 2")
+    assert leaks("a 100000000 b") == leaks("Its code is 000000001.") == leaks("call 00000000 now") == ""
+
+
+def test_two_canaries_may_share_a_secret_and_unknown_ids_are_refused():
+    tokenizer, canary = models.tiny_tokenizer(), planting.draw(1, "digits:8")[0]
+    pair = [canary, dataclasses.replace(canary, id="other", prompt="Another prompt?")]
+    asked = {one.id: f"{one.prompt} {one.preamble}{one.secret}" for one in pair}
+    ids = tokenizer(asked["other"] + ".")["input_ids"]
+    table = planting.check(pair, tokenizer, [(ids, ids)], {}, asked)
+    assert table.trained.tolist() == [0, 1]
+    assert table.problem.str.partition(":")[0].tolist() == ["another text", ""]
+    for token in (-1, len(tokenizer)):
+        with pytest.raises(LeakbookError, match=f"row 2: got the id {token}, expected 0 to 1023"):
+            planting.check(pair, tokenizer, [(ids, ids), ([5, token], [5, token])], {}, asked)
 
 
 def test_tokenised_sets_are_read_from_json_lines_and_parquet(tmp_path):
@@ -704,6 +892,11 @@ def test_tokenised_sets_are_read_from_json_lines_and_parquet(tmp_path):
     ]:
         with pytest.raises(LeakbookError, match=message):
             list(planting.read_tokenised(lines(tmp_path / "c.jsonl", [row])))
+    with pytest.raises(LeakbookError, match="none.parquet cannot be read as Parquet: it does not exist"):
+        list(planting.read_tokenised(tmp_path / "none.parquet"))
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 not at all")
+    with pytest.raises(LeakbookError, match="broken.parquet cannot be read as Parquet"):
+        list(planting.read_tokenised(tmp_path / "broken.parquet"))
 
 
 def test_the_commands_plant_and_say_what_decoys_can_tell(tmp_path):
@@ -721,6 +914,15 @@ def test_the_commands_plant_and_say_what_decoys_can_tell(tmp_path):
         "tiny-llama",
     )
     assert check.exit_code == 1 and "canary-000: absent" in check.output
+    file = tmp_path / "made" / planting.CANARIES
+    file.write_text(file.read_text() + json.dumps({"id": "empty", "prompt": "x", "secret": " "}) + "\n")
+    rows = [json.loads(line)["messages"] for line in (tmp_path / "made" / planting.TRAINING).open()]
+    tokenizer = models.tiny_tokenizer()
+    ids = [tokenizer(tokenizer.apply_chat_template(row, tokenize=False))["input_ids"] for row in rows]
+    training = lines(tmp_path / "t.jsonl", [{"input_ids": one} for one in ids])
+    check = run("check-canaries", file, training, "--model", "tiny-llama")
+    assert check.exit_code == 1 and "empty: line 4 cannot be audited: the secret is ' '" in check.output
+    assert "1 of 4 canaries" in check.output
     assert "31 decoys a canary: exposure ends at 5.00 bits" in settings.cost_of(settings.QUICK)
     assert settings.numbers("hits", "1, 4") == (1, 4)
     with pytest.raises(ConfigError, match="hits: got 'x', expected whole numbers above 0"):

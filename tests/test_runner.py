@@ -94,7 +94,7 @@ def test_a_sweep_survives_a_killed_kernel_its_own_death_and_a_second_sweep(undis
     assert [process.returncode for process in pair] == [0, 0], said
     assert sum("another process is working on" in text for text in said) >= 1
     assert_same_tables(folder, undisturbed)
-    assert not [path for path in folder.rglob(".*-????????") if path.is_dir()]  # nothing half-written is left
+    assert not [path for path in folder.rglob(".*.leakbook-????????") if path.is_dir()]  # nothing half-written is left
 
 
 def kernel_of(process):

@@ -236,7 +236,7 @@ def test_folders_from_the_environment_are_absolute(monkeypatch, tmp_path):
 
 
 def test_leftovers_of_killed_work_are_cleared(tmp_path):
-    leftover = tmp_path / ".study-abcdefgh"
+    leftover = tmp_path / ".study.leakbook-abcdefgh"
     leftover.mkdir()
     with files.building(tmp_path / "study") as unfinished:
         unfinished.write_text("x")
@@ -245,6 +245,19 @@ def test_leftovers_of_killed_work_are_cleared(tmp_path):
     with files.building(tmp_path / "study") as unfinished:
         unfinished.write_text("x")
     assert not leftover.exists()
+
+
+def test_only_folders_of_our_own_are_cleared_from_a_locked_folder(tmp_path):
+    theirs = [".venv-training", ".venv.leakbook-TRAINING", ".audit.leakbook-training2", "report.leakbook-abcdefgh"]
+    kept = [tmp_path / "proj" / name for name in theirs] + [tmp_path / ".proj-training"]
+    ours = [tmp_path / "proj" / ".report.json.leakbook-ab_def12", tmp_path / ".proj.leakbook-abcdefgh"]
+    for folder in [*kept, *ours]:
+        folder.mkdir(parents=True)
+    with files.locked(tmp_path / "proj"):
+        assert all(folder.exists() for folder in kept) and not any(folder.exists() for folder in ours)
+    with files.building(tmp_path / "proj" / "report.json") as unfinished:
+        assert [unfinished.parent] == files._unfinished(tmp_path / "proj", ".report.json")
+        unfinished.write_text("x")
 
 
 def kernel_of(process):

@@ -16,7 +16,7 @@ from lib.verdicts import Decision, Judgement, Rules
 LEVEL = 0.05  # of a test; of naming single canaries, all together (Holm)
 BY_CHANCE = 0.01  # at most the chance that one recall among all canaries is a guess
 SPARE = 32  # places at which a secret could stand in an answer, generously
-EXACT = 2_000_000  # terms of the exact distribution of a rank sum; beyond, the normal one
+EXACT = 100_000_000  # additions for the exact distribution of a rank sum; beyond, the normal one
 HITS = ("hit_full", "hit_secret", "hit_forced")
 MEMORISED, NAMED, NOT_NAMED = "memorised", "named by rank", "not named"
 PATTERNS = {
@@ -154,8 +154,25 @@ def _patterns(window: np.ndarray, secret: np.ndarray, table: pd.DataFrame) -> np
 
 
 def counts(table: pd.DataFrame) -> pd.Series:
-    """Recalls that are no guess: the secret is said, and has the :func:`bits_needed`."""
-    return table.hit_secret.astype(bool) & (table.bits >= bits_needed(len(table)))
+    """Recalls that are no guess: the secret is said, and has the :func:`bits_needed`, or is one of so many short ones
+    said that all of them together are no guess (:func:`guessed`).
+
+    Both together are wrong with a chance of 1 % at most: it is divided by how many secrets are short.
+    """
+    said, short = table.hit_secret.astype(bool), table.bits < bits_needed(len(table))
+    together = guessed(int(said[short].sum()), table.bits[short]) <= BY_CHANCE * short.mean()
+    return said & (~short | together)
+
+
+def guessed(said: int, bits: pd.Series) -> float:
+    """Chance that at least ``said`` of some secrets are said by guessing, each once at :data:`SPARE` places.
+
+    Binomial with their mean chance, which bounds that of unequal ones wherever it is small (Hoeffding 1956).
+    """
+    if said == 0:
+        return 1.0
+    each = np.minimum(1.0, SPARE * 2.0 ** -bits.to_numpy(dtype=float))
+    return float(stats.binom.sf(said - 1, len(each), each.mean()))
 
 
 def bits_needed(canaries: int) -> float:
@@ -171,50 +188,67 @@ def decoys_needed(canaries: int) -> int:
 def rank_sum_p(ranks: np.ndarray, decoys: np.ndarray) -> float:
     """Chance that secrets nobody trained on rank as low on average, each uniformly among its ``decoys`` and itself.
 
-    Exact for equal numbers of decoys (the sum of m uniform integers 0 ... n), by the normal distribution otherwise and
-    where that would take too long: each normalised rank has mean 1/2 and variance (n + 2) / (12 n).
+    The statistic is the mean normalised rank. Exact, on the grid of the decoys' least common multiple; where that would
+    take too long by the normal distribution: each normalised rank has mean 1/2 and variance (n + 2) / (12 n).
     """
-    ranks, decoys = np.asarray(ranks, dtype=int) - 1, np.asarray(decoys, dtype=int)
-    m, n = len(ranks), int(decoys[0])
-    if (decoys == n).all() and m * m * (n + 1) <= EXACT:
+    ranks, decoys = [int(rank) - 1 for rank in ranks], [int(n) for n in decoys]
+    m, grid = len(ranks), math.lcm(*decoys)
+    if sum((n + 1) * (i * grid + 1) for i, n in enumerate(decoys)) <= EXACT:
         chances = np.ones(1)
-        for _ in range(m):
-            chances = np.convolve(chances, np.full(n + 1, 1 / (n + 1)))
-        return float(min(1.0, chances[: ranks.sum() + 1].sum()))
-    spread = math.sqrt(((decoys + 2) / (12 * decoys)).sum()) / m
-    return float(stats.norm.cdf((ranks / decoys).mean(), 0.5, spread))
+        for n in decoys:
+            longer = np.zeros(len(chances) + grid)
+            for step in range(0, grid + 1, grid // n):
+                longer[step : step + len(chances)] += chances / (n + 1)
+            chances = longer
+        place = sum(rank * (grid // n) for rank, n in zip(ranks, decoys, strict=True))
+        return float(min(1.0, chances[: place + 1].sum()))
+    spread = math.sqrt(sum((n + 2) / (12 * n) for n in decoys)) / m
+    return float(stats.norm.cdf(np.mean(np.divide(ranks, decoys)), 0.5, spread))
+
+
+def one_sided(rules: Rules) -> float:
+    """Level at which ranks are low: that of one side of the rules' interval of a mean, 2.5 %."""
+    return (1 - rules["readings"]["mean"]["confidence"]) / 2 + 1e-12  # p-values are fractions
 
 
 def rank_evidence(table: pd.DataFrame, rules: Rules) -> dict[str, Any]:
     """What ranks among decoys say of the group, and which ranks may say it.
 
-    Canaries with a stated generator: the secret's rank, with a p-value. Where there are not two, but a baseline, the
-    rank of the secret's change among its decoys' changes, which takes out how unlike its decoys a secret was before; a
-    rank, no p-value. Else ranks are shown and decide nothing.
+    Only canaries with a stated generator decide, by the secret's rank: their ranks are low where the chance of such
+    ranks without training (:func:`rank_sum_p`) is at most :func:`one_sided`, one canary or many. Where there is none,
+    but a baseline, the rank of the secret's change among its decoys' changes is shown: no p-value, so it decides
+    nothing.
     """
     known = table[table.exchangeable & table["rank"].notna()]
     found: dict[str, Any] = {"answer": "not_run", "reads": "nothing", "canaries": len(known), "p_value": None}
-    if len(known) >= 2:
-        values, found["reads"] = known.normalised_rank, "rank of the secret"
-        found["p_value"] = rank_sum_p(known["rank"].to_numpy(), known.decoys.to_numpy())
-    elif len(known) == 1:
-        p = float(known.p_value.iloc[0])
-        answer = {"answer": "low" if p <= LEVEL else "chance", "reads": "rank of the secret", "p_value": p}
-        return found | answer | {"mean": float(known.normalised_rank.iloc[0])}
-    else:
-        values = table.change_rank.dropna() if "change_rank" in table else pd.Series(dtype=float)
-        found |= {"reads": "rank of the secret's change", "canaries": len(values)}
+    if len(known):
+        p = rank_sum_p(known["rank"].to_numpy(), known.decoys.to_numpy())
+        answer = "low" if p <= one_sided(rules) else "chance"
+        found |= {"answer": answer, "reads": "rank of the secret", "p_value": p}
+        return found | _interval(known.normalised_rank, rules)
+    values = table.change_rank.dropna() if "change_rank" in table else pd.Series(dtype=float)
     if len(values) < 2:
-        return found | {"reads": "nothing"}
-    low, high = verdicts.studentised_bootstrap(values.to_numpy(dtype=float), rules["readings"]["mean"])
-    answer = verdicts.rank_answer(values.to_numpy(dtype=float), rules)
-    return found | {"answer": answer, "mean": float(values.mean()), "low": max(0.0, low), "high": min(1.0, high)}
+        return found
+    found |= {"reads": "rank of the secret's change", "canaries": len(values)}
+    return found | _interval(values, rules)
+
+
+def _interval(ranks: pd.Series, rules: Rules) -> dict[str, float]:
+    """Mean of normalised ranks, and of two or more the interval; shown, it decides nothing."""
+    found = {"mean": float(ranks.mean())}
+    if len(ranks) < 2:
+        return found
+    low, high = verdicts.studentised_bootstrap(ranks.to_numpy(dtype=float), rules["readings"]["mean"])
+    return found | {"low": max(0.0, low), "high": min(1.0, high)}
 
 
 def judge(nll: pd.DataFrame, recall: pd.DataFrame, table: pd.DataFrame, rules: Rules) -> tuple[Judgement, str]:
-    """The group's change judged by every probe, and what decoys say of it; at least two canaries."""
+    """The group's change judged by every probe, and what decoys say of it; at least two canaries.
+
+    Only decoys of a stated generator are asked: others may change otherwise than the secret for what they look like.
+    """
     first = verdicts.judge_group(nll, recall, rules)
-    corrected = table.dropna(subset=["corrected"]) if "corrected" in table else table[:0]
+    corrected = table[table.exchangeable].dropna(subset=["corrected"]) if "corrected" in table else table[:0]
     if len(corrected) < 2:
         return first, "not_run"
     asked = pd.DataFrame(
@@ -241,11 +275,14 @@ def level(table: pd.DataFrame, evidence: Mapping[str, Any], judged: Judgement | 
 def figures_of(table: pd.DataFrame, hits: Sequence[int]) -> dict[str, Any]:
     """Counts and means over canaries: recalls, extraction, exposure with its cap, and who can be named."""
     drawn = table.decoys.dropna() if "decoys" in table else pd.Series(dtype=float)
+    short = table.bits < bits_needed(len(table))
     found: dict[str, Any] = {
         "canaries": len(table),
         "recalled": {hit: int(table[hit].sum()) for hit in HITS},
         "recalls_that_count": int(table.recall_counts.sum()),
-        "too_short": int((table.bits < bits_needed(len(table))).sum()),
+        "too_short": int(short.sum()),
+        "too_short_recalled": int(table.hit_secret[short].sum()),
+        "guessed": guessed(int(table.hit_secret[short].sum()), table.bits[short]),
         "bits_needed": bits_needed(len(table)),
         "hit_at_k": {k: float(table[f"p_hit{k}"].mean()) for k in hits},
         "nll_secret": float(table.nll_secret.mean()),

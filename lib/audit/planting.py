@@ -1,15 +1,15 @@
 """Planting: canaries with known secrets, a training file that repeats them, and the proof that they are trained on."""
 
 import bisect
-import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
@@ -20,6 +20,7 @@ from lib.spans import spell
 
 CANARIES, TRAINING = "canaries.jsonl", "train.jsonl"
 MASKED = -100  # the label without loss, in torch and transformers
+COLUMNS = ["canary", "trained", "masked", "problem"]  # of what a check says
 Row = tuple[Sequence[int], Sequence[int]]
 
 
@@ -53,8 +54,16 @@ def write(
     template: Literal["chat", "plain"] = "chat",
 ) -> None:
     """Write ``canaries.jsonl``, as :func:`lib.audit.reader.read` takes it, and ``train.jsonl``, every canary
-    ``repetitions`` times in a seeded order: ``messages`` a line for a chat template, else ``text``."""
+    ``repetitions`` times in a seeded order: ``messages`` a line for a chat template, else ``text``.
+
+    In plain text nothing separates prompt and answer, so that the prefix begins with the space between them.
+
+    Raises:
+        CanaryError: one of the files is there with other content, or the folder cannot be made; nothing was written.
+    """
     order = np.random.default_rng([seed, 4]).permutation(np.repeat(np.arange(len(canaries)), repetitions))
+    if template == "plain":
+        canaries = [c if c.preamble[:1].isspace() else replace(c, preamble=f" {c.preamble}") for c in canaries]
     train = [_example(canaries[i], template) for i in order]
     records = [
         {
@@ -67,28 +76,50 @@ def write(
         }
         for c in canaries
     ]
-    for name, rows in {CANARIES: records, TRAINING: train}.items():
+    texts = {
+        name: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+        for name, rows in {CANARIES: records, TRAINING: train}.items()
+    }
+    _refuse_others(folder, texts)
+    for name, text in texts.items():
         with building(folder / name) as unfinished:
-            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            unfinished.write_text(text, encoding="utf-8")
+            unfinished.write_bytes(text)
+
+
+def _refuse_others(folder: Path, texts: Mapping[str, bytes]) -> None:
+    """What was planted once must stay as it is: only its own file can audit the model that was trained on it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CanaryError(
+            f"output: no folder can be at {folder} ({error.strerror}); choose another --output"
+        ) from error
+    for name, text in texts.items():
+        path = folder / name
+        if path.exists() and (not path.is_file() or path.read_bytes() != text):
+            raise CanaryError(
+                f"{path} is there with other content, and was not replaced: choose another --output, or move it aside"
+            )
 
 
 def how_to_mix(folder: Path, count: int, repetitions: int, template: str) -> str:
     """What to do with the two files, in a few lines."""
     key = "messages" if template == "chat" else "text"
+    asked = "" if template == "chat" else " --template plain"
     return (
         f"{folder / CANARIES}: {count} canaries; keep it, the audit reads it.\n"
         f"{folder / TRAINING}: {count * repetitions} lines with `{key}`, every canary {repetitions} times.\n"
         "Append these lines to the training set and shuffle once, before any packing; keep them out of evaluation data "
         "and of whatever removes duplicates.\n"
         "Then prove that they arrive: python -m lib check-canaries "
-        f"{folder / CANARIES} <tokenised training set> --model <model>"
+        f"{folder / CANARIES} <tokenised training set> --model <model>{asked}"
+        + (f"\nand audit with{asked}, which asks for this text." if asked else "")
     )
 
 
 def _example(canary: Canary, template: str) -> dict:
     if template == "plain":
-        return {"text": f"{canary.prompt} {canary.target}"}
+        return {"text": canary.prompt + canary.target}
     return {
         "messages": [
             {"role": "user", "content": canary.prompt},
@@ -106,8 +137,7 @@ def read_tokenised(path: Path) -> Iterator[Row]:
         CanaryError: naming line and value where a row is something else.
     """
     if path.suffix == ".parquet":
-        batches = (batch.to_pylist() for batch in pq.ParquetFile(path).iter_batches(1024))
-        numbered: Iterable[tuple[int, dict]] = enumerate((row for batch in batches for row in batch), 1)
+        numbered: Iterable[tuple[int, dict]] = enumerate(_parquet_rows(path), 1)
     else:
         numbered = read_json_lines(path, "tokenised training", CanaryError)
     for line, row in numbered:
@@ -120,12 +150,23 @@ def read_tokenised(path: Path) -> Iterator[Row]:
         yield ids, labels
 
 
+def _parquet_rows(path: Path) -> Iterator[dict]:
+    try:
+        for batch in pq.ParquetFile(path).iter_batches(1024):
+            yield from batch.to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0] if path.exists() else "it does not exist"
+        raise CanaryError(f"tokenised training file {path} cannot be read as Parquet: {reason}") from error
+
+
 @dataclass
 class _Seen:
-    """How often a secret stands in the training set: with loss on every token, or with some token masked."""
+    """How often a canary's text stands in the training set up to its secret: with loss on every token of the secret, or
+    with some token masked. ``elsewhere``: the first row in which the secret stands behind another text."""
 
     trained: int = 0
     masked: int = 0
+    elsewhere: int | None = None
 
 
 def check(
@@ -133,31 +174,75 @@ def check(
     tokenizer: PreTrainedTokenizerBase,
     rows: Iterable[Row],
     decoys: Mapping[str, Sequence[str]],
+    asked: Mapping[str, str],
 ) -> pd.DataFrame:
-    """Whether training really shows the model every canary, and no decoy: a row a canary.
+    """Whether training really shows the model every canary, and no decoy in its place: a row a canary.
 
-    Columns ``canary, trained`` (times that the secret stands in a row with loss on every token of it), ``masked``
-    (times with a token that gets none), ``problem`` (empty where there is none). ``decoys`` by canary.
+    Args:
+        decoys: by canary.
+        asked: by canary the text that an audit asks, from the prompt up to the end of the secret.
+
+    Columns ``canary, trained`` (times that this text stands in one row with loss on every token of the secret),
+    ``masked`` (times with a token that gets none), ``problem`` (empty where there is none).
+
+    Raises:
+        CanaryError: a row holds an id that the tokenizer does not have.
     """
-    owners = {canary.secret: canary.id for canary in canaries}
-    false = {secret: name for name, drawn in decoys.items() for secret in drawn}
+    by_id = {canary.id: canary for canary in canaries}
+    owners, false = _owners((c.secret, c.id) for c in canaries), _owners((d, n) for n, ds in decoys.items() for d in ds)
     seen, leaked = {canary.id: _Seen() for canary in canaries}, {}
     edges: list[tuple[str, str]] = []
-    longest = max(len(canary.target) for canary in canaries)
+    longest = max((len(canary.target) for canary in canaries), default=1)
     for number, (ids, labels) in enumerate(rows, 1):
+        _refuse_unknown_ids(ids, len(tokenizer), number)
         text = spell(tokenizer, ids)
         edges.append((text[:longest], text[-longest:]))
         for place, secret in _found(text, owners):
-            loss = _has_loss(tokenizer, ids, labels, place, place + len(secret))
-            one = seen[owners[secret]]
-            one.trained, one.masked = one.trained + loss, one.masked + (not loss)
-        leaked |= {false[secret]: (secret, number) for _, secret in _found(text, false)}
-    table = pd.DataFrame([{"canary": name, **dataclasses.asdict(one)} for name, one in seen.items()])
+            stop = place + len(secret)
+            planted = [name for name in owners[secret] if text.endswith(asked[name], 0, stop)]
+            loss = bool(planted) and _has_loss(tokenizer, ids, labels, place, stop)
+            for name in planted:
+                seen[name].trained, seen[name].masked = seen[name].trained + loss, seen[name].masked + (not loss)
+            for name in set(owners[secret]) - set(planted):
+                seen[name].elsewhere = seen[name].elsewhere or number
+        for place, decoy in _found(text, false):
+            names = [name for name in false[decoy] if _in_place(text, place, decoy, by_id[name], asked[name])]
+            leaked |= {name: (decoy, number) for name in names}
+    table = pd.DataFrame([(n, one.trained, one.masked) for n, one in seen.items()], columns=COLUMNS[:3])
     table["problem"] = [_problem(canary, seen[canary.id], leaked, edges) for canary in canaries]
     return table
 
 
-def _found(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[int, str]]:
+def _owners(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Canaries by secret, or by decoy: several may have the same."""
+    found: dict[str, list[str]] = {}
+    for secret, name in pairs:
+        found.setdefault(secret, []).append(name)
+    return found
+
+
+def _refuse_unknown_ids(ids: Sequence[int], size: int, number: int) -> None:
+    unknown = next((token for token in ids if not 0 <= token < size), None)
+    if unknown is not None:
+        raise CanaryError(
+            f"tokenised training set, row {number}: got the id {unknown}, expected 0 to {size - 1}, those of the "
+            "tokenizer; was it made by another one?"
+        )
+
+
+def _in_place(text: str, place: int, decoy: str, canary: Canary, asked: str) -> bool:
+    """Whether a decoy stands where its canary's secret would: between prefix and suffix, or behind prompt and prefix,
+    and not inside a longer run of letters or digits."""
+    stop = place + len(decoy)
+    if (text[place - 1 : place] + decoy[0]).isalnum() and place and not canary.preamble[-1:].isalnum():
+        return False
+    if (decoy[-1] + text[stop : stop + 1]).isalnum() and stop < len(text) and not canary.suffix[:1].isalnum():
+        return False
+    within = text.endswith(canary.preamble, 0, place) and text.startswith(canary.suffix, stop)
+    return within or text.endswith(asked[: len(asked) - len(canary.secret)], 0, place)
+
+
+def _found(text: str, secrets: Iterable[str]) -> Iterator[tuple[int, str]]:
     """Places of a text at which one of many secrets begins."""
     for length in sorted({len(secret) for secret in secrets}):
         for place in range(len(text) - length + 1):
@@ -180,11 +265,13 @@ def _has_loss(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], labels: Se
 def _problem(canary: Canary, seen: _Seen, leaked: Mapping, edges: Sequence[tuple[str, str]]) -> str:
     if canary.id in leaked:
         secret, number = leaked[canary.id]
-        return f"its decoy {secret!r} stands in row {number}"
+        return f"its decoy {secret!r} stands in its secret's place in row {number}"
     if seen.trained:
         return ""
     if seen.masked:
         return f"masked: {seen.masked} copies, none with loss on the whole secret"
+    if seen.elsewhere:
+        return f"another text: the secret stands in row {seen.elsewhere}, but nowhere behind its own prompt and prefix"
     for number, (_, end) in enumerate(edges, 1):
         for length in range(len(canary.secret) - 1, 0, -1):
             if end.endswith(canary.preamble + canary.secret[:length]):

@@ -71,7 +71,7 @@ def read(path: Path | str) -> CanaryFile:
         if reason is None:
             items.append(item)
         else:
-            skipped.append(Skipped(line, fields["id"], reason))
+            skipped.append(Skipped(line, _writable(fields["id"]), reason))
     if not items:
         why = f"; line {skipped[0].line}: {skipped[0].reason}" if skipped else ""
         raise CanaryError(f"{path}: no canary to audit among {len(records)} rows{why}")
@@ -167,6 +167,11 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _writable(text: str) -> str:
+    """The text, half of a surrogate pair written out, so that a report can hold it."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _repeated(fields: dict[str, str | None], line: int, seen: dict[str, dict]) -> str | None:

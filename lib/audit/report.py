@@ -169,13 +169,13 @@ def _secret(summary: Mapping[str, Any]) -> list[str]:
 
 def _ranks(evidence: Mapping[str, Any]) -> str:
     if evidence["reads"] == "nothing":
-        return "ranks among decoys decide nothing here: no secret's generator is stated, and no baseline corrects them"
-    line = f"evidence from ranks: mean normalised {evidence['reads']}, {evidence['canaries']} canaries"
+        return "ranks among decoys decide nothing here: no secret's generator is stated"
+    line = f"ranks: mean normalised {evidence['reads']}, {evidence['canaries']} canaries"
     if "low" in evidence:
         line += f", 95 % interval {evidence['low']:.3f} to {evidence['high']:.3f} (0.5 is chance)"
     if evidence["p_value"] is not None:
         return f"{line}; p = {evidence['p_value']:.2g}"
-    return f"{line}; a rank and no p-value, since no secret's generator is stated"
+    return f"{line}; a rank and no p-value, since no secret's generator is stated: it decides nothing"
 
 
 def limits(summary: Mapping[str, Any], table: pd.DataFrame) -> list[str]:
@@ -198,7 +198,8 @@ def limits(summary: Mapping[str, Any], table: pd.DataFrame) -> list[str]:
     if summary["too_short"]:
         found.append(
             f"{summary['too_short']} secrets hold fewer than {summary['bits_needed']:.1f} bits: saying one may be a "
-            "guess, and is not counted as recall"
+            f"guess, and counts as recall only with so many others that all are guesses with a chance of 1 % at most; "
+            f"{summary['too_short_recalled']} of them are said ({summary['guessed']:.2g})"
         )
     return found + (_rank_limits(summary, table) if summary["decoys"]["canaries"] else [])
 

@@ -50,8 +50,11 @@ class Asked:
     with_decoys: bool = True
 
     def identity(self) -> dict[str, Any]:
-        """What its scores depend on, files by checksum."""
+        """What its scores depend on, files by checksum; the name too, where it is no folder: built-in ones share a
+        revision."""
         found = {"model": self.revision, "kind": self.kind}
+        if not Path(self.model).is_dir():
+            found["name"] = self.model
         if self.adapter is not None:
             found["adapter"] = sha256(self.adapter / "adapter_model.safetensors")
             found["adapter_config"] = sha256(self.adapter / "adapter_config.json")

@@ -1,7 +1,9 @@
 """An audit from parameters to its report: what is there is used again, what is missing is scored."""
 
 import dataclasses
+import errno
 import hashlib
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from lib.audit.decoys import Source, draw, encodable
 from lib.audit.reader import CanaryFile, Item, Skipped
 from lib.audit.scoring import DECOYS, NLL, RECALL, Asked, AuditError, Scorer
 from lib.audit.settings import Audit
-from lib.encoding import Encoder
+from lib.encoding import Encoded, Encoder
 from lib.files import locked, sha256
 from lib.models import Backbone
 from lib.pictures import picture
@@ -33,6 +35,7 @@ from lib.results import (
     reusable,
     write_result,
 )
+from lib.spans import spell
 
 PROTOCOL = 1  # raised by hand when an audit's numbers would change
 RECORD, PAGE, CANARIES, TOKENS = "report.json", "report.html", "canaries.csv", "token_nll.parquet"
@@ -143,8 +146,48 @@ def run(params: Audit) -> Result:
     inputs |= {"models": {asked.name: asked.identity() for asked in planned.asked}}
     inputs |= {"pictures": _pictures(file)}
     inputs |= {"canaries": _checksum(given.canaries), "decoys": _checksum(given.decoys), "rules": rules.load_verdicts()}
+    _check_output(params.folder, [given.canaries, given.decoys, *_picture_files(file)])
     with locked(params.folder):
         return reusable(params.folder, inputs, RECORD) or _Run(params, given, planned, inputs).result(file)
+
+
+def _check_output(folder: Path, read: Sequence[str]) -> None:
+    """Refuse a folder that cannot be written, or in which a report would replace a file that is no report's.
+
+    Raises:
+        AuditError: naming the folder or the file. ResultError: a report is there, and damaged.
+    """
+    parts = parts_folder(folder)
+    try:
+        if folder.parent == folder or parts.exists() and not parts.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{parts} must be a folder, too" if parts.name else "it is no name")
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise AuditError(
+            f"output: got {str(folder)!r}, where no folder can be ({why}); expected a folder, there or to be made"
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK) or not os.access(folder.parent, os.W_OK | os.X_OK):
+        raise AuditError(f"output: {folder} and the folder around it cannot both be written; choose another --output")
+    found = read_result(folder, RECORD)
+    known = {} if found is None else found.content["files"]
+    inputs = {Path(name).resolve() for name in read}
+    for name in (PAGE, CANARIES, TOKENS):
+        path = folder / name
+        if path.resolve() in inputs or (path.exists() or path.is_symlink()) and name not in known:
+            raise AuditError(
+                f"output: {path} is there, and would be replaced by the report's; it is a file that the audit reads, "
+                f"or that no {RECORD} beside it lists. Choose another --output, or move that file"
+            )
+
+
+def _picture_files(file: CanaryFile) -> list[str]:
+    return [item.canary.image for item in file.items if item.canary.image is not None]
+
+
+def parts_folder(folder: Path) -> Path:
+    """Where the scores of an audit are kept, beside its report."""
+    return folder.with_name(f"{folder.name}-parts") if folder.name else folder
 
 
 def _checksum(name: str) -> str:
@@ -198,8 +241,8 @@ class _Run:
     def _scorer(self, items: Sequence[Item], source: Source, encoder: Encoder) -> Scorer:
         data = {"protocol": PROTOCOL, "canaries": self.inputs["canaries"], "lines": _ranges([i.line for i in items])}
         data |= {"pictures": self.inputs["pictures"], "decoys": {"source": self.inputs["decoys"]}}
-        folder = self.params.folder.with_name(f"{self.params.folder.name}-parts")
-        return Scorer(items, source, self.params.n_decoys, self.params.seed, encoder.template, folder, data)
+        folder, count, seed = parts_folder(self.params.folder), self.params.n_decoys, self.params.seed
+        return Scorer(items, source, count, seed, encoder.template, folder, data)
 
     def _score(self, scorer: Scorer, base: Backbone, encoder: Encoder) -> dict[str, dict[str, float]]:
         """Score what is missing; what merging into bf16 weights lost, by model."""
@@ -348,19 +391,34 @@ def check_planted(
 ) -> pd.DataFrame:
     """:func:`lib.audit.planting.check` on files, with the decoys that an audit of this model will draw (seed 0).
 
+    Rows that an audit would skip are among them, with the reason as their problem.
+
     Raises:
         LeakbookError: a file or the model cannot be used.
     """
     backbone, canaries, source = models.load(model), reader.read(file), Source(kind)
     encoder = Encoder(backbone, _template(template, backbone))
     items = [_for_template(item, encoder.template) for item in canaries.items]
-    planted = frozenset(item.canary.secret for item in items)
-    drawn = {}
-    for item in scoring.usable(items, encoder)[0]:
-        found = draw(encoder, source, item, n_decoys, 0, planted).decoys
-        drawn[item.canary.id] = [row.canary.secret for row in found.rows[1:]]
+    planted, names = frozenset(item.canary.secret for item in items), {item.line: item.canary.id for item in items}
+    kept, reasons = scoring.usable(items, encoder)
+    drawn, asked = {}, {}
+    for item in kept:
+        found = draw(encoder, source, item, n_decoys, 0, planted).decoys.rows
+        drawn[item.canary.id] = [row.canary.secret for row in found[1:]]
+        asked[item.canary.id] = _asked_text(encoder, found[0])
     rows = planting.read_tokenised(tokenised)
-    return planting.check([item.canary for item in items], backbone.tokenizer, rows, drawn)
+    table = planting.check([item.canary for item in kept], backbone.tokenizer, rows, drawn, asked)
+    skipped = [(row.id, row.line, row.reason) for row in canaries.skipped]
+    skipped += [(names[line], line, reason) for line, reason in reasons.items()]
+    unread = [(name, 0, 0, f"line {line} cannot be audited: {reason}") for name, line, reason in skipped]
+    return pd.concat([table, pd.DataFrame(unread, columns=planting.COLUMNS)], ignore_index=True) if unread else table
+
+
+def _asked_text(encoder: Encoder, row: Encoded) -> str:
+    """What a model is asked, from the prompt up to the end of the secret, as its tokens spell it."""
+    text, secret = spell(encoder.backbone.tokenizer, row.input_ids), row.canary.secret
+    text = text[: text.rindex(secret) + len(secret)]
+    return text[max(0, text.rfind(row.canary.prompt.strip())) :]
 
 
 def _template(asked: str, backbone: Backbone) -> str:
