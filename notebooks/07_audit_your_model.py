@@ -69,7 +69,7 @@ for name, summary in audited.items():
 # chance $1/(n+1)$, and one of $m$ does by accident; so naming **one** canary by its rank takes $n + 1 \ge m/0.05$ (Holm). The
 # **group** needs far less: its mean normalised rank is 0.5 for secrets nobody planted. This is a p-value only where the file
 # states how the secrets were drawn (`generator`), because only then are a secret and its decoys alike before training. For
-# secrets of unknown origin a rank is a rank, and what counts is how the *change* of the secret ranks among its decoys'.
+# secrets of unknown origin a rank decides nothing: how the *change* of the secret ranks among its decoys' is only shown.
 #
 # ## Probe by probe
 #
