@@ -155,7 +155,7 @@ class Encoder:
 
     def _check_readable(self, canary: Canary | Record, ids: list[int], target: Span) -> None:
         """The sequence fits into the context, and its tokens spell the secret."""
-        limit = _context_length(self.backbone) - SPARE_TOKENS
+        limit = context_length(self.backbone) - SPARE_TOKENS
         if len(ids) > limit:
             raise CanaryError(
                 f"canary {canary.id!r}: {len(ids)} tokens, expected at most {limit}, "
@@ -281,7 +281,8 @@ def end_of_turn(backbone: Backbone) -> str:
     return tokenizer.eos_token
 
 
-def _context_length(backbone: Backbone) -> int:
+def context_length(backbone: Backbone) -> int:
+    """Tokens that a model can read at most, without limit where it states none."""
     config = backbone.model.config.get_text_config()
     return getattr(config, "max_position_embeddings", None) or 10**9
 

@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from lib.encoding import SPARE_TOKENS, Encoded, Encoder
+from lib.encoding import SPARE_TOKENS, Encoded, Encoder, context_length
 from lib.errors import LeakbookError
 from lib.scoring import target_logits, token_losses
 from lib.spans import spell
@@ -200,8 +200,8 @@ def greedy_decode(
     wanted = [len(row.target_ids) + SPARE_TOKENS for row in rows]
     left = [0 if stop in ids else n - len(ids) for ids, n in zip(outputs, wanted, strict=True)]
     open_rows = sorted((i for i in range(len(rows)) if left[i]), key=lambda i: left[i])  # alike in length together
-    for start in range(0, len(open_rows), batch_size):
-        chunk = open_rows[start : start + batch_size]
+    lengths = [len(row.prompt_ids) + len(ids) for row, ids in zip(rows, outputs, strict=True)]
+    for chunk in _within(context_length(encoder.backbone), open_rows, lengths, left, batch_size):
         batch = encoder.batch([rows[i] for i in chunk], [outputs[i] for i in chunk])
         with torch.no_grad(), only_configuration(model, _greedy(max(left[i] for i in chunk), stop, repetition_penalty)):
             generated = model.generate(**batch.generation_inputs())
@@ -209,6 +209,21 @@ def greedy_decode(
             ids = ids[: left[i]]
             outputs[i] += tuple(ids[: ids.index(stop) + 1] if stop in ids else ids)
     return outputs
+
+
+def _within(
+    limit: int, order: Sequence[int], lengths: Sequence[int], left: Sequence[int], size: int
+) -> Iterator[list[int]]:
+    """Rows in batches of at most ``size``, whose longest beginning and longest rest together fit ``limit``."""
+    chunk: list[int] = []
+    for i in order:
+        together = max(lengths[j] for j in [*chunk, i]) + max(left[j] for j in [*chunk, i])
+        if chunk and (len(chunk) == size or together > limit):
+            yield chunk
+            chunk = []
+        chunk.append(i)
+    if chunk:
+        yield chunk
 
 
 def _greedy(max_new_tokens: int, stop: int, repetition_penalty: float) -> GenerationConfig:

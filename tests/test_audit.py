@@ -569,6 +569,38 @@ def test_decoys_of_ones_own_come_from_a_file_or_a_function(encoder, tmp_path, mo
         Source("mine:other")
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 'one text'", "gave the one text 'one text' for 'blue horse', expected a list of texts"),
+        ("return None", "generator failed for 'blue horse' .TypeError"),
+        ("raise KeyError('x')", "generator failed for 'blue horse' .KeyError: 'x'"),
+        ("return ['red cow', 7]", "gave 7 for 'blue horse', expected visible texts"),
+        ("return ['red cow', ' ']", "gave ' ' for 'blue horse', expected visible texts"),
+        ("return ['\\ud800']", "gave '.ud800' for"),
+        ("import random; return [str(random.random())]", "gave other texts for 'blue horse' when it was called again"),
+    ],
+)
+def test_decoy_functions_that_misbehave_are_refused(encoder, tmp_path, monkeypatch, body, message):
+    name = f"bad{abs(hash(body))}"
+    (tmp_path / f"{name}.py").write_text(f"def make(secret, count, rng):\n    {body}\nNUMBER = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DecoyError, match=message):
+        decoys.draw(encoder, Source(f"{name}:make"), item("blue horse"), 9, seed=0)
+    with pytest.raises(DecoyError, match=f"'{name}:NUMBER' is 3, expected a function"):
+        Source(f"{name}:NUMBER")
+
+
+def test_a_decoy_function_may_go_on_for_ever_and_its_module_may_not_break(encoder, tmp_path, monkeypatch):
+    endless = "import itertools\ndef make(secret, count, rng):\n    return (f'{i} cows' for i in itertools.count())\n"
+    (tmp_path / "endless.py").write_text(endless)
+    (tmp_path / "broken.py").write_text("def make(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert len(decoys.draw(encoder, Source("endless:make"), item("blue horse"), 9, seed=0).decoys.rows) == 10
+    with pytest.raises(DecoyError, match="'broken:make' cannot be imported"):
+        Source("broken:make")
+
+
 # --- what is there already --------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig
 
 from lib import adapters, canaries, models, probes
+from lib.canaries import Canary
 from lib.encoding import Encoded, Encoder
 from lib.pictures import picture
 from lib.probes import ProbeError, TokenNLL
@@ -252,3 +253,16 @@ def test_a_repetition_penalty_is_asked_for_and_never_assumed(smoke, injected):
     plain = probes.greedy_decode(backbone.model, encoder, encoded)
     assert probes.greedy_decode(backbone.model, encoder, encoded, repetition_penalty=1.0) == plain
     assert probes.greedy_decode(backbone.model, encoder, encoded, repetition_penalty=3.0) != plain
+
+
+def test_rows_of_unlike_length_are_decoded_together_only_within_the_context():
+    encoder = Encoder(models.load("tiny-gpt2"), "plain")  # learned positions, 256 of them
+    long = Canary("long", "text", ("word " * 105).strip(), " It is ", "77", ".", None)
+    short = Canary("short", "text", "What?", " It is ", "0123456789" * 12, ".", None)
+    rows = encoder.encode([long, short])
+    assert len(rows[0].input_ids) + len(rows[1].target_ids) > 256
+    model = encoder.backbone.model
+    alone = [probes.greedy_decode(model, encoder, [row])[0] for row in rows]
+    assert probes.greedy_decode(model, encoder, rows) == alone
+    assert list(probes._within(10, [0, 1, 2, 3], [2, 5, 7, 1], [3, 5, 3, 3], 9)) == [[0, 1], [2, 3]]
+    assert list(probes._within(99, [0, 1, 2, 3], [2, 5, 7, 1], [3, 5, 3, 3], 3)) == [[0, 1, 2], [3]]

@@ -1,7 +1,9 @@
 """Decoys for secrets of any format: drawn by the secret's own rule, or by the user's, in the secret's token layout."""
 
+import copy
 import dataclasses
 import importlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +12,7 @@ import numpy as np
 
 from lib.audit import formats
 from lib.audit.formats import Format
-from lib.audit.reader import Item
+from lib.audit.reader import Item, is_unicode
 from lib.canaries import Canary, CanaryError, secret_spans
 from lib.encoding import Encoded, Encoder
 from lib.exposure import DecoySet
@@ -53,6 +55,7 @@ class Source:
         self._pool: list[str] | None = None
         self._by_id: dict[str, list[str]] | None = None
         self._function: Generator | None = None
+        self._repeats = False  # whether the function was seen to give the same for the same rng
         if decoys.endswith(".txt"):
             self._pool = [line.strip() for line in decoded(Path(decoys), "decoy", DecoyError).splitlines()]
             self._pool = list(dict.fromkeys(filter(None, self._pool)))
@@ -83,11 +86,28 @@ class Source:
         return formats.like(item.canary.secret, self.words)
 
     def _called(self, secret: str, rng: np.random.Generator) -> list[str]:
-        drawn = list(self._function(secret, CHUNK, rng))
-        wrong = [value for value in drawn if not isinstance(value, str) or not value]
+        again = None if self._repeats else copy.deepcopy(rng)
+        drawn = self._asked(secret, rng)
+        wrong = [value for value in drawn if not isinstance(value, str) or not value.strip() or not is_unicode(value)]
         if wrong:
-            raise DecoyError(f"decoys: the generator gave {wrong[0]!r} for {secret!r}, expected texts")
+            raise DecoyError(f"decoys: the generator gave {wrong[0]!r} for {secret!r}, expected visible texts")
+        if again is not None and self._asked(secret, again) != drawn:
+            raise DecoyError(
+                f"decoys: the generator gave other texts for {secret!r} when it was called again with the same rng; "
+                "expected all chance to come from rng, so that every model is asked for the same decoys"
+            )
+        self._repeats = True
         return drawn
+
+    def _asked(self, secret: str, rng: np.random.Generator) -> list[str]:
+        try:
+            given = self._function(secret, CHUNK, rng)
+            if not isinstance(given, str | bytes):
+                return list(itertools.islice(given, CHUNK))
+        except Exception as error:  # the user's own code may raise anything
+            reason = f"{type(error).__name__}: {error}"
+            raise DecoyError(f"decoys: the generator failed for {secret!r} ({reason}); expected texts") from error
+        raise DecoyError(f"decoys: the generator gave the one text {given!r} for {secret!r}, expected a list of texts")
 
 
 def _by_id(path: Path) -> dict[str, list[str]]:
@@ -103,9 +123,12 @@ def _by_id(path: Path) -> dict[str, list[str]]:
 def _imported(name: str) -> Generator:
     module, _, function = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+        found = getattr(importlib.import_module(module), function)
+    except Exception as error:  # the user's own module may raise anything
         raise DecoyError(f"decoys: {name!r} cannot be imported ({error}); expected module:function") from error
+    if not callable(found):
+        raise DecoyError(f"decoys: {name!r} is {found!r}, expected a function of a secret, a count and an rng")
+    return found
 
 
 def encodable(encoder: Encoder, canaries: Sequence[Canary]) -> tuple[list[Encoded | None], list[str]]:

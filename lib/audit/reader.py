@@ -143,7 +143,7 @@ def _parts(fields: dict[str, str | None]) -> tuple[str, str, str]:
 def _unusable(fields: dict[str, str | None]) -> str | None:
     """Why a row cannot be audited, or None."""
     for name, value in fields.items():
-        if value is not None and not _is_unicode(value):
+        if value is not None and not is_unicode(value):
             return f"{name} {value!r} is not valid Unicode text (half of a surrogate pair)"
     secret, target = fields["secret"], fields["target"]
     secret = target if secret is None else secret
@@ -161,7 +161,8 @@ def _unusable(fields: dict[str, str | None]) -> str | None:
     return None
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written as UTF-8: it holds no half of a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
