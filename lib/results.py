@@ -190,6 +190,20 @@ def first_found(
     return None
 
 
+def found_or_made(load: Callable[[str], Result], make: Callable[[], Result], source: str) -> Result:
+    """What ``load(source)`` finds, or, where it finds nothing, what ``make()`` makes; the reference is never made.
+
+    Raises:
+        ResultError: ``reference`` was asked for and there is none; or what is there is damaged or of other parameters.
+    """
+    try:
+        return load(source)
+    except MissingResult:
+        if source == "reference":
+            raise
+        return make()
+
+
 def other_result_aside(folder: Path, inputs: dict[str, Any]) -> Result | None:
     """The result in ``folder`` if it was made from ``inputs``; one of other inputs is moved beside it, under its hash.
 

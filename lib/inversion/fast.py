@@ -26,6 +26,7 @@ from lib.results import (
     Result,
     ResultError,
     first_found,
+    found_or_made,
     provenance,
     reusable,
     write_result,
@@ -427,10 +428,9 @@ def find(params: FastRun) -> Result:
     Raises:
         ResultError: ``reference`` was asked for and there is none; or what is there is damaged or of other parameters.
     """
-    if params.results == "reference":
-        return load(params.fast, "reference")
-    try:
-        return load(params.fast, params.results)
-    except MissingResult:
+
+    def make() -> Result:
         run_study(params.fast)
         return collect(params.fast)
+
+    return found_or_made(lambda source: load(params.fast, source), make, params.results)

@@ -29,6 +29,7 @@ from lib.results import (
     Result,
     ResultError,
     first_found,
+    found_or_made,
     provenance,
     reusable,
     set_aside_command,
@@ -600,13 +601,12 @@ def find(params: InversionRun) -> Result:
     Raises:
         ResultError: ``reference`` was asked for and there is none; or what is there is damaged or of other parameters.
     """
-    if params.results == "reference":
-        return load(params.study, "reference")
-    try:
-        return load(params.study, params.results)
-    except MissingResult:
+
+    def make() -> Result:
         run_study(params.study)
         return collect(params.study)
+
+    return found_or_made(lambda source: load(params.study, source), make, params.results)
 
 
 @dataclasses.dataclass(frozen=True)
