@@ -14,7 +14,7 @@ from lib import config, models, paths, plan, rules, runs, scorecard, trials, twi
 from lib.collection import writers
 from lib.files import building
 from lib.plan import PlanError, Scorecard
-from lib.results import MissingResult, Result, ResultError, first_found, provenance, write_result
+from lib.results import MissingResult, Result, ResultError, first_found, found_or_made, provenance, write_result
 
 PROTOCOL = 1  # raised by hand when the tables would change though trials and twins do not
 PLAN = "plan.csv"
@@ -227,14 +227,13 @@ def study(params: ScorecardRun) -> Result:
     Raises:
         ResultError: ``reference`` was asked for and there is none; or what is there is damaged or of other parameters.
     """
-    if params.results == "reference":
-        return load(params.settings, "reference")
-    try:
-        return load(params.settings, params.results)
-    except MissingResult:
+
+    def make() -> Result:
         draw_plan(params.settings)
         for seed in params.settings.seeds:
             trials.run_seed(params.settings, seed)
         for twin in twins.MODELS:
             twins.run(params.settings, twin)
         return collect(params.settings)
+
+    return found_or_made(lambda source: load(params.settings, source), make, params.results)
