@@ -36,7 +36,7 @@ def test_the_papers_configurations_are_run_with_the_papers_steps_and_candidates(
         assert all(runs[name].start == "zeros" and runs[name].prompts >= 12 for name in found)
         search = runs["baseline"].search(20)
         assert (search.learning_rate, search.weight_decay, search.clip, search.tolerance) == (0.05, 1e-5, 1.0, 1e-4)
-        assert runs["zeros 1000"].prompts >= 50 and runs["zeros 1000"].tokens == 10
+        assert runs["zeros 1000"].prompts >= 24 and runs["zeros 1000"].tokens == 10
 
 
 def test_prompts_are_nested_and_take_genres_in_turn():
@@ -92,6 +92,7 @@ def test_documents_of_a_data_set_are_streamed_in_order_and_short_ones_passed_ove
             "mode lm-order takes no configurations",
         ),
         ({"configurations": {"blind": {}}}, "'blind' names two runs or configurations"),
+        ({"mode": "reference", "abandon": True}, "abandon is true; mode reference has no fallback"),
         ({"channels": ["3-bits"]}, "channel: got '3-bits'"),
         ({"channels": ["gaussian x"]}, "channel: got 'gaussian x'"),
     ],
@@ -234,6 +235,14 @@ def test_separation_is_given_for_every_length_at_which_there_are_both_kinds():
     assert analysis._flagged(table) == {"failed": 1, "flagged": 1, "false": 0}
 
 
+def test_an_abandoned_prompt_stays_failed_and_keeps_its_sum():
+    table = tokens([("a", 0, 1, 1, 1, 0), ("a", 1, 2, 2, 2, 0), ("b", 0, 1, 9, -1, 1)])
+    table = table.assign(cumulative_loss=[1e-11, 2e-11, 1e-1], mode="verified")
+    assert analysis.exact_by_length(table).exact.tolist() == [1, 1]
+    found = analysis.separation_by_length(table)
+    assert found.failed.tolist() == [1, 1] and found.separation[1] == pytest.approx(np.log10(1e-1 / 2e-11))
+
+
 def test_configurations_are_paired_by_prompt():
     rows = [("a", "x", True), ("a", "y", True), ("b", "x", False), ("b", "y", True), ("c", "x", False)]
     table = pd.DataFrame(rows, columns=["prompt", "configuration", "exact_match"]).assign(channel="clean")
@@ -316,6 +325,32 @@ def test_a_position_searched_behind_others_than_lie_before_it_is_refused(smoke_s
     finally:
         for path, content in kept.items():
             path.write_bytes(content)
+
+
+def test_abandoned_prompts_are_found_like_the_others_as_far_as_they_go(smoke_study, tmp_path, monkeypatch):
+    monkeypatch.setenv("LEAKBOOK_OUTPUTS", str(tmp_path))
+    published = dataclasses.replace(next(run for run in SMOKE.runs if run.name == "published"), prompts=4)
+    runs = {abandon: dataclasses.replace(published, abandon=abandon) for abandon in (False, True)}
+    found = {}
+    for abandon, run in runs.items():
+        inversion = study.Inversion(dataclasses.replace(SMOKE, runs=(run,)))
+        monkeypatch.setattr(inversion, "folder", tmp_path / str(abandon))
+        inversion.compute(run)
+        found[abandon] = study.described(inversion, inversion.table(run, "tokens.parquet"))
+        texts = study.prompt_table(inversion, found[abandon])
+        assert texts.exact_match.sum() == (texts.status == "consistent").sum() < len(texts)
+    key = ["configuration", "prompt", "position"]
+    fell = (
+        found[False]
+        .sort_values(key)
+        .groupby(key[:2])
+        .fallback.transform(lambda part: part.shift(fill_value=False).cummax())
+    )
+    wanted = found[False].sort_values(key)[~fell.astype(bool)]
+    assert 0 < len(wanted) < len(found[False])
+    columns = [*key, "found_id", "fallback"]
+    assert found[True].sort_values(key)[columns].values.tolist() == wanted[columns].values.tolist()
+    assert texts.similarity.isna().all()  # it would be that of half texts
 
 
 def test_an_edited_prompt_is_another_study(smoke_study, monkeypatch):

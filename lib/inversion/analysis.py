@@ -89,7 +89,8 @@ def exact_by_length(tokens: pd.DataFrame, candidates: int | None = None) -> pd.D
         ``length, exact, of, share, low, high`` (Wilson).
     """
     right = recovered(tokens, candidates) if candidates is not None else tokens.found_id == tokens.true_id
-    wide = tokens.assign(right=right).pivot_table("right", "prompt", "position", aggfunc="min").astype(bool)
+    wide = tokens.assign(right=right).pivot_table("right", "prompt", "position", aggfunc="min", fill_value=False)
+    wide = wide.astype(bool)  # a prompt that was abandoned has no tokens behind its failure
     rows = []
     for length, k in enumerate(wide.cummin(axis=1).sum(), 1):
         low, high = wilson(k, len(wide))
@@ -155,14 +156,18 @@ def ends(prompts: pd.DataFrame) -> pd.DataFrame:
 
 
 def separation_by_length(tokens: pd.DataFrame) -> pd.DataFrame:
-    """As :func:`ends`, for the first L tokens of every prompt: ``length, exact, failed, separation``."""
+    """As :func:`ends`, for the first L tokens of every prompt: ``length, exact, failed, separation``.
+
+    An abandoned prompt keeps the sum that it had, which is a lower bound of what it would have come to.
+    """
     rows = []
-    ordered = tokens.sort_values("position")
-    right = (ordered.found_id == ordered.true_id).groupby(ordered.prompt).cummin()
-    for position, part in ordered.assign(right=right).groupby("position"):
-        found = diagnostics.separation(part.cumulative_loss, part.right)
-        row = {"length": position + 1, "exact": int(part.right.sum()), "failed": int((~part.right).sum())}
-        rows.append(row | {"separation": found})
+    losses = tokens.pivot(index="prompt", columns="position", values="cumulative_loss")
+    right = tokens.assign(right=tokens.found_id == tokens.true_id)
+    right = right.pivot(index="prompt", columns="position", values="right").eq(True).cummin(axis=1)  # noqa: FBT003
+    for position, sums in losses.ffill(axis=1).items():
+        exact = right[position]
+        row = {"length": position + 1, "exact": int(exact.sum()), "failed": int((~exact).sum())}
+        rows.append(row | {"separation": diagnostics.separation(sums, exact)})
     return pd.DataFrame(rows)
 
 

@@ -28,6 +28,7 @@ _RUN = {
     "first": "search",
     "metric": "l1",
     "configurations": {},
+    "abandon": False,
 }
 ROWS = 128  # positions of true prefixes that advance together
 LEAST_TOKENS = 20  # of a text of a data set, as published
@@ -39,7 +40,8 @@ class Run:
 
     ``steps`` is K (gradient modes), ``candidates`` C (where a mode has one); ``channels`` what the states go through.
     ``configurations`` are settings side by side: a name and the steps and candidates, or the start, that it has in
-    place of the run's own. All of them and all channels advance together.
+    place of the run's own. All of them and all channels advance together. ``abandon``: a prompt is left at its first
+    fallback, behind which it can no longer come back whole.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Run:
     first: str = dataclasses.field()
     metric: str = dataclasses.field()
     configurations: dict = dataclasses.field()
+    abandon: bool = dataclasses.field()
 
     @property
     def is_control(self) -> bool:
@@ -222,6 +225,8 @@ def _check(run: Run, where: str) -> None:
             raise ConfigError(f"{where}: {what} is {getattr(run, what)!r}, expected one of {', '.join(known)}.")
     if run.is_control and run.channels != ("clean",):
         raise ConfigError(f"{where}: channels are {list(run.channels)}, expected clean alone for {run.mode}.")
+    if run.abandon and run.mode != "verified":
+        raise ConfigError(f"{where}: abandon is true; mode {run.mode} has no fallback after which to leave a prompt.")
     needed = {"steps": not run.is_control, "candidates": run.mode in ("reference", "verified", "random-proxy")}
     for what, wanted in needed.items():
         if wanted != (getattr(run, what) is not None):

@@ -150,7 +150,7 @@ class Inversion:
             "protocol": PROTOCOL,
             "model": self.identity,
             "prompts": [self.study.source, run.prompts],
-            "run": dataclasses.asdict(run),
+            "run": _settings(run),
             "search": [
                 dataclasses.asdict(one.search(self.study.log_every)) for one in run.variants() if not run.is_control
             ],
@@ -257,10 +257,25 @@ class Inversion:
         return tokens.reset_index(drop=True), trace.reset_index(drop=True)
 
     def _position(self, run: Run, position: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """One position of all prompts of a run, behind what was found before, in every configuration and channel."""
+        """One position of all prompts of a run, behind what was found before, in every configuration and channel.
+
+        Where the run abandons failed prompts, of those alone that had no fallback before.
+        """
         rows = self._rows(run, range(run.prompts), [position])
-        before = [self.finished(run, number).table("tokens.parquet").found_id for number in range(position)]
-        prefix = torch.tensor(np.array(before, dtype=np.int64).reshape(position, len(rows)).T)
+        before = [self.finished(run, number).table("tokens.parquet") for number in range(position)]
+        if run.abandon:
+            fell = {
+                key for unit in before for key in unit[unit.fallback][list(_KEY)].itertuples(index=False, name=None)
+            }
+            rows = [row for row in rows if row.key(run) not in fell]
+            if not rows:
+                return before[-1][:0], continuous.NO_TRACE.assign(configuration=[], start=[], channel=[])
+        known = {key: [] for key in (row.key(run) for row in rows)}
+        for unit in before:
+            for *key, one in unit[[*_KEY, "found_id"]].itertuples(index=False, name=None):
+                if tuple(key) in known:
+                    known[tuple(key)].append(one)
+        prefix = torch.tensor(list(known.values()), dtype=torch.long).reshape(len(rows), position)
         return self._search(run, rows, prefix.to(self.backbone.model.device))
 
     def _rows(self, run: Run, block: Sequence[int], positions: Sequence[int]) -> list["_Row"]:
@@ -380,6 +395,19 @@ class _Row(NamedTuple):
     channel: int
     prompt: int
     position: int
+
+    def key(self, run: Run) -> tuple[str, str, int]:
+        """Which row of a unit's table it is."""
+        return self.variant.name, run.channels[self.channel], self.prompt
+
+
+_KEY = ("configuration", "channel", "prompt")
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """What a run's results depend on; ``abandon`` where it is so: runs were kept before there was such a thing."""
+    found = dataclasses.asdict(run)
+    return found if run.abandon else {name: value for name, value in found.items() if name != "abandon"}
 
 
 def _labelled(table: pd.DataFrame, run: Run, rows: list[_Row]) -> pd.DataFrame:
@@ -526,8 +554,9 @@ def prompt_table(inversion: Inversion, tokens: pd.DataFrame) -> pd.DataFrame:
     """One row a prompt, run and channel. Where the true prefix was committed there is nothing found to compare."""
     classes, decode = inversion_classes(inversion), inversion.backbone.tokenizer.decode
     sources = {prompt.id: prompt.source for prompt in inversion.prompts}
-    rows, sizes = [], {}
+    rows, sizes, runs = [], {}, {}
     for run in inversion.study.runs:
+        runs |= dict.fromkeys([one.name for one in run.variants()], run)
         together = 1 if run.is_control else run.block * run.tokens or run.prompts * len(run.channels)
         sizes |= dict.fromkeys([one.name for one in run.variants()], together * len(run.variants()))
     for (configuration, channel, prompt), part in tokens.groupby(["configuration", "channel", "prompt"], sort=False):
@@ -544,9 +573,13 @@ def prompt_table(inversion: Inversion, tokens: pd.DataFrame) -> pd.DataFrame:
         if first["mode"] == "reference":
             row |= {"status": "true prefix committed"}
         else:
-            row["exact_match"] = found == true
+            run = runs[configuration]
+            whole = len(part) == run.tokens  # else it was abandoned
+            row["exact_match"] = whole and found == true
             same = [a == b or a in classes.get(b, ()) for a, b in zip(found, true, strict=True)]
-            row |= {"exact_up_to_class": all(same), "similarity": diagnostics.similarity(decode(found), decode(true))}
+            row |= {"exact_up_to_class": whole and all(same)}
+            if not run.abandon:
+                row |= {"similarity": diagnostics.similarity(decode(found), decode(true))}
             row |= {"first_error": diagnostics.first_error(found, true), "status": _status(part, first["mode"])}
         rows.append(row)
     columns = ["prompt", "source", "model", "layer", "norm", "n_tokens", "batch", "method", "configuration", "mode"]
