@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lib import models
-from lib.inversion import proposer, verified
+from lib.inversion import corpus, proposer, verified
 from lib.inversion.reader import Convention, InversionError, Prefixes, Reader
 
 NAMES = ("tiny-gpt2", "tiny-llama")
@@ -147,3 +147,46 @@ def test_a_proposer_of_another_width_is_refused(made, tmp_path):
     (tmp_path / "p.safetensors").write_bytes(b"not one")
     with pytest.raises(InversionError, match="delete it, and it is fitted again"):
         proposer.read(reader, tmp_path / "p.safetensors")
+
+
+# What continues a word
+
+
+class Pieces:
+    """A tokenizer of a few ids that takes the longest first."""
+
+    held = ("P", "l", " plans", "ans", "PL", "AN", "S", "plans", " 12")
+
+    def __len__(self):
+        return len(self.held)
+
+    def decode(self, ids):
+        return "".join(self.held[one] for one in ids)
+
+    def __call__(self, texts, add_special_tokens):
+        return {"input_ids": [self.split(text) for text in texts]}
+
+    def split(self, text):
+        ids = []
+        while text:
+            place = max(
+                (one for one in range(len(self)) if text.startswith(self.held[one])),
+                key=lambda one: len(self.held[one]),
+            )
+            ids, text = [*ids, place], text[len(self.held[place]) :]
+        return ids
+
+
+def test_words_of_the_vocabulary_tell_what_continues_the_beginning_of_a_text():
+    """The one word, plans, is an id as it stands; Plans is P + l + ans, and PLANS is PL + AN + S."""
+    assert corpus.continuations(Pieces()) == {(0,): [1], (0, 1): [3], (4,): [5], (4, 5): [6]}
+
+
+def test_half_a_word_shares_its_expectation_with_what_may_continue_it(made):
+    _, own = made("tiny-llama")
+    own._continuations = {(7,): [3, 5, 9_999_999]}
+    even = torch.full((8,), 1 / 8, dtype=torch.float64)
+    mixed = own.word_prior(even, torch.tensor([7]))
+    assert mixed.tolist() == pytest.approx([0.0875, 0.0875, 0.0875, 0.2375, 0.0875, 0.2375, 0.0875, 0.0875])
+    assert own.word_prior(even, torch.tensor([6])) is even  # no word begins so
+    del own._continuations

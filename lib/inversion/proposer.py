@@ -6,6 +6,7 @@ expected, since h_{t-1} behind all layers and the norm *is* the input of the out
 whether they are right is for :mod:`lib.inversion.verified` to find out.
 """
 
+import functools
 import hashlib
 import json
 import time
@@ -27,6 +28,8 @@ SEQUENCE = 128  # tokens of a sequence that is read
 BATCH = 8
 RIDGE = 1e-3  # of the states' mean square
 TEMPERATURE, FLOOR = 0.2, 1.5e-8  # of both cosines; added to probabilities (e^-18)
+WORDS = 0.3  # of all expectation, for ids that continue a word that a text begins with
+LONGEST_WORD = 6  # ids
 PREFIXES = {
     "second": "The",
     "later": "It is a",
@@ -55,6 +58,24 @@ class Proposer:
     def usual(self, position: int) -> Usual:
         """Which of the tables resembles a position most."""
         return self.second if position == 1 else self.later
+
+    @functools.cached_property
+    def _continuations(self) -> dict[tuple[int, ...], list[int]]:
+        return corpus.continuations(self.reader.backbone.tokenizer)
+
+    def word_prior(self, expected: Tensor, before: Tensor) -> Tensor:
+        """Expectations [V] behind the ids ``before`` [t] of a whole text; where these may be the beginning of a word, a
+        part of them goes to what may continue it, evenly.
+
+        A language model that never saw a text begin with half a word knows little of its other half.
+        """
+        following = self._continuations.get(tuple(before.tolist()), []) if len(before) < LONGEST_WORD else []
+        following = [one for one in following if one < len(expected)]
+        if not following:
+            return expected
+        mixed = (1 - WORDS) * expected
+        mixed[following] += WORDS / len(following)
+        return mixed
 
     def likeness(self, states: Tensor) -> Tensor:
         """How well states [..., d] go with every token [..., V]: the cosines of what the probe reads with the token's

@@ -405,10 +405,12 @@ class _Search:
         self.take(guess[None], run.failed[row][None])
 
     def _expected(self) -> Tensor:
-        reader = self.run.reader
+        reader, before = self.run.reader, self.run.ids[self.row, : self.position]
         if self.position and reader.reads_expectation:
-            return reader.expected(self.run.known[self.row, self.position - 1][None])[0]
-        return reader.next_probabilities(self.run.ids[self.row, : self.position][None])[0]
+            found = reader.expected(self.run.known[self.row, self.position - 1][None])[0]
+        else:
+            found = reader.next_probabilities(before[None])[0]
+        return self.run.proposer.word_prior(found, before)
 
     def next(self, size: int) -> Tensor:
         """The next candidates; short of ``size``, the last ones again."""
