@@ -125,6 +125,18 @@ def test_states_that_no_token_reproduces_are_best_effort_and_the_other_rows_fini
     assert found.tokens.candidates.max() == 1024
 
 
+def test_behind_a_lost_token_the_whole_vocabulary_is_not_read_again(made):
+    reader, own = made("tiny-llama")
+    ids = drawn(2, 6)
+    states = reader.states(ids)
+    states[0, 2] = states[1, 5]  # another text's state: no token comes near it
+    found = verified.invert(reader, states, own, SETTINGS).tokens.set_index(["prompt", "position"])
+    assert found.status[0, 2] == verified.BEST and found.candidates[0, 2] == 1024 and found.margin[0, 2] < 10
+    behind = found.loc[[(0, place) for place in (3, 4, 5)]]
+    assert (behind.status == verified.BEST).all() and (behind.candidates <= 64 + 1).all()
+    assert (found.loc[1].status != verified.BEST).all()
+
+
 def test_a_margin_tells_the_answer_from_the_runner_up(made):
     reader, _ = made("tiny-gpt2")
     ids = drawn(2, 10, seed=3)

@@ -48,7 +48,7 @@ class Settings:
     never): at once if there are ``enough`` of them, since a step costs few rows as much as many, and behind each stage
     of ``again`` from where they then are, at the learning ``rates`` in turn. ``table``: the first token is looked up in
     that of all one-token prompts. ``tolerance`` on |h - h'|^2 / |h|^2: None measures it. ``scan``: whether the whole
-    vocabulary comes last.
+    vocabulary comes last; not for tokens behind one that is lost: not proven, and not much nearer than the next.
     """
 
     ahead: int = 8
@@ -223,6 +223,7 @@ class _Run:
         self.known = torch.zeros_like(states)  # of committed tokens, as the model gives them
         self.rows: list[dict] = []
         self.parked: list[_Search] = []
+        self.lost: set[int] = set()  # prompts with a token that is neither proven nor alone
         self.read, self.round = 0, 0
         self.failed: dict[int, Tensor] = {}  # the state of each prompt's guess that failed
         self.guesses = self._guess()
@@ -313,6 +314,11 @@ class _Run:
         if left and len(search) >= self.settings.enough:
             self._drive(search)
         for number, stage in enumerate(left, 1):
+            if stage == len(self.reader.embedding):  # behind a token that is lost none can be expected to fit
+                for one in search:
+                    if one.row in self.lost:
+                        self._accept_best(one)
+                search = [one for one in search if one.row not in self.lost]
             search = self._through(search, [stage])
             if search and stage in self.settings.again and number < len(left):
                 self._drive(search)
@@ -379,6 +385,8 @@ class _Run:
     def commit(self, row: int, place: int, found: Tensor, state: Tensor, status, tried, residual, margin) -> None:
         """Take a token over, and note what it cost and how sure it is."""
         self.ids[row, place], self.known[row, place] = found, state
+        if status == BEST and not margin >= FACTOR:
+            self.lost.add(row)
         known = {"prompt": row, "position": place, "found_id": int(found), "status": status}
         known |= {"guess_id": int(self.guesses[row, place]), "round": self.round}
         self.rows.append(known | {"candidates": tried, "residual": residual, "margin": margin})
