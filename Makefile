@@ -37,7 +37,7 @@ fast: .venv/ready
 bench: .venv/ready
 	$(BIN)/python tests/benchmarks/bench.py --scale $(SCALE)
 
-reference: run sweep cases scorecard inversion audit
+reference: run sweep cases scorecard inversion fast audit
 	$(BIN)/python -m lib reference --scale $(SCALE)
 	$(BIN)/python -m lib notebooks
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lib import paths, plan
 from lib.config import load_scale, load_sweep
+from lib.inversion import fast, fast_settings
 from lib.inversion import settings as inversion_settings
 from lib.inversion.study import Inversion
 
@@ -26,6 +27,7 @@ python = f"{shlex.quote(sys.executable)} -m lib"
 card = plan.load(scale)
 card_folder = paths.local(scale) / "scorecard"
 inverted = Inversion(inversion_settings.load(scale))
+defended = fast.Study(fast_settings.load(scale))
 BASE = paths.local(scale) / "testbed" / "result.json"
 
 
@@ -48,6 +50,10 @@ def units_of(run):
     return [inverted.unit_folder(run, number) / "result.json" for number in range(run.units)]
 
 
+def parts_of(kind):
+    return [defended.place(unit) / "result.json" for unit in defended.units() if unit.name.startswith(f"{kind}/")]
+
+
 def trials_of(seed):
     drawn = plan.draw(card)
     return [card_folder / "trials" / name / "result.json" for name in drawn[drawn.seed == seed].trial]
@@ -63,6 +69,7 @@ localrules:
     tables,
     scorecard,
     inversion,
+    fast,
 
 
 rule all:
@@ -165,3 +172,26 @@ rule inversion:
         inverted.folder / "result.json",
     shell:
         f"{python} inversion --scale {scale} --partly"
+
+
+for kind in ("sets", "peers", "sweep", "swept", "cascade", "utility"):
+
+    rule:
+        name:
+            f"fast_{kind}"
+        output:
+            update(parts_of(kind)),
+        params:
+            kind=kind,
+        threads: settings.threads
+        shell:
+            f"{python} fast --scale {scale}" + " --only {params.kind}/"
+
+
+rule fast:
+    input:
+        [path for kind in ("sets", "peers", "sweep", "swept", "cascade", "utility") for path in parts_of(kind)],
+    output:
+        defended.folder / "result.json",
+    shell:
+        f"{python} fast --scale {scale}"

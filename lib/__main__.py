@@ -39,6 +39,7 @@ CASES = {
 }
 SCORECARD = "04_probe_scorecard"
 INVERSION = "05_inversion"
+FAST = "06_inversion_fast_and_defended"
 EXAMPLES = ("safety-full-high-30-s0",)  # runs of the sweep that the stored page of notebook `cell` needs
 SCALE = click.option("--scale", default="laptop", show_default=True, help="a scale of params/scales.yaml")
 JOBS = click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="processes at a time")
@@ -407,7 +408,7 @@ def inversion(scale: str, jobs: int, only: str | None, partly: bool) -> None:
 @SCALE
 @click.option("--only", help="units alone whose name starts so: sets, sweep, cascade/4-bit; no tables are written")
 def fast(scale: str, only: str | None) -> None:
-    """Compute what is missing of exact inversion and defences, and write their tables into outputs/local."""
+    """Compute what is missing of exact inversion and defences, write tables and notebook into outputs/local."""
     from lib.inversion import fast as study
     from lib.inversion import fast_settings
 
@@ -416,7 +417,9 @@ def fast(scale: str, only: str | None) -> None:
     if only is not None:
         click.echo(f"{only}: done. The tables are written when every unit is there.")
         return
-    click.echo(f"complete: {paths.show(study.collect(chosen).folder)}")
+    folder = study.collect(chosen).folder
+    execute(FAST, paths.local(scale) / f"{FAST}.ipynb", {"scale": scale}, folder, sys.stderr)
+    click.echo(f"complete: {paths.show(folder)}")
 
 
 @main.command()
@@ -515,7 +518,7 @@ def reference(scale: str) -> None:
     """Make this machine's complete local results of one scale the committed reference: all of them or none."""
     from lib import cases, casework, collection, grading, paper, plan, report
     from lib.audit.study import RECORD
-    from lib.inversion import settings, study
+    from lib.inversion import fast, settings, study
     from lib.results import read_result
 
     local = paths.local(scale)
@@ -523,14 +526,14 @@ def reference(scale: str) -> None:
     parts |= {f"sweep/runs/{name}": (paths.sweep(scale) / "runs" / name, "result.json") for name in EXAMPLES}
     parts |= {f"cases/{case}": (local / "cases" / case, "result.json") for case in CASES}
     parts |= {"confirmation": (paths.sweep(scale), collection.CONFIRMATION)}
-    parts |= {name: (local / name, "result.json") for name in ("scorecard", "inversion")}
+    parts |= {name: (local / name, "result.json") for name in ("scorecard", "inversion", "fast")}
     parts |= {"audit": (local / "audit", RECORD)}
     results = {name: read_result(*place) for name, place in parts.items()}
     missing = [name for name, result in results.items() if result is None]
     if missing:
         raise click.ClickException(
             f"no complete local result of {', '.join(missing)}: run `make run`, `make sweep`, `make cases`, "
-            f"`make scorecard`, `make inversion` and `make audit` with SCALE={scale}"
+            f"`make scorecard`, `make inversion`, `make fast` and `make audit` with SCALE={scale}"
         )
     for case in CASES:
         if not _belongs(results[f"cases/{case}"], results["sweep"], results["confirmation"]):
@@ -550,6 +553,9 @@ def reference(scale: str) -> None:
         named = {name.removeprefix("cases/"): result for name, result in results.items()}
         claims = paper.claims_table({name: result.values for name, result in named.items()}, scale)
         claims.to_csv(unfinished / "claims.csv", index=False)
+        if (local / "bench" / fast.BENCH).exists():
+            (unfinished / "bench").mkdir()
+            shutil.copy2(local / "bench" / fast.BENCH, unfinished / "bench" / fast.BENCH)
         found = {case: named[case] for case in CASES}
         report.write(unfinished, scale, reruns, found, claims, study.short(settings.load(scale)))
         report.write_scorecard(unfinished / "scorecard", named["scorecard"], named["sweep"])

@@ -1,9 +1,13 @@
 """The study of exact inversion and defences: settings, units and tables at smoke scale."""
 
 import dataclasses
+import subprocess
+import sys
 
+import nbformat
 import numpy as np
 import pandas as pd
+import papermill
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -131,3 +135,34 @@ def test_units_are_kept_and_the_study_found_again(made):
         ConfigError, match="got 'nothing', expected the beginning of one of cascade/2-bit|cascade/4-bit"
     ):
         fast.run_study(SMOKE, "nothing")
+
+
+def test_the_notebook_tells_its_story_at_smoke_scale(made, tmp_path):
+    page = tmp_path / "06.ipynb"
+    papermill.execute_notebook(
+        str(paths.NOTEBOOKS / "06_inversion_fast_and_defended.ipynb"), str(page), {"scale": "smoke"}, progress_bar=False
+    )
+    told = "".join(str(cell.get("outputs")) for cell in nbformat.read(page, as_version=4).cells)
+    assert "tiny-llama: 1,024 tokens" in told and "this machine's own run" in told
+    assert "not run at this scale: `make bench`" in told
+
+
+def test_the_bench_is_taken_from_where_the_results_are(smoke_outputs, monkeypatch, tmp_path):
+    monkeypatch.setenv("LEAKBOOK_OUTPUTS", str(tmp_path))
+    for folder, seconds in (("local/smoke", 1.0), ("smoke", 2.0)):
+        place = tmp_path / folder / "bench" / fast.BENCH
+        place.parent.mkdir(parents=True)
+        pd.DataFrame({"method": ["exact"], "mean": [seconds]}).to_csv(place, index=False)
+    found = {
+        source: fast.bench(fast_settings.FastRun(SMOKE, source))["mean"].item() for source in ("auto", "reference")
+    }
+    assert found == {"auto": 1.0, "reference": 2.0}
+
+
+def test_snakemake_knows_every_part_of_the_study(tmp_path):
+    command = [sys.executable, "-m", "snakemake", "--snakefile", paths.ROOT / "Snakefile", "--directory", tmp_path]
+    command += ["--profile", paths.PARAMS / "profiles" / "local", "--config", "scale=smoke", "--dry-run", "--forceall"]
+    done = subprocess.run([*command, "--", "fast"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name in ("fast_sets", "fast_cascade", "fast"):
+        assert f"rule {name}:" in done.stdout + done.stderr

@@ -129,3 +129,13 @@ def test_figures_are_drawn():
         defence_figures.tries(pd.Series([1, 2, 900]), pd.Series([5, 4000])),
     ):
         assert isinstance(figure, Figure) and figure.axes
+
+
+def test_methods_that_were_stopped_are_called_lower_bounds():
+    names = ["exact, together", "lm order", "full scan"]
+    bench = pd.DataFrame(
+        {"method": names, "tokens": [10, 4, 2], "capped": [0, 0, 1], "right": [10, 4, 1], "mean": [0.1, 1.0, 90.0]}
+    )
+    found = weighing.methods(bench)
+    assert found.method.tolist() == ["exact, together", "lm order", "full scan (at least)"]
+    assert found.exact.tolist() == [1.0, 1.0, 0.5] and found.ours.tolist() == [True, False, False]

@@ -35,6 +35,7 @@ from lib.training import accelerator, threads
 
 PROTOCOL = 1  # raised by hand when results would change
 RANDOM_SEED = 3  # of prompts of random ids
+BENCH = "inversion_ratios.csv"  # of `make bench`: seconds a token by every method
 CASCADED = ("nearest", "aware", "aware, prior")  # attackers that read whole prompts
 
 
@@ -268,17 +269,21 @@ class Study:
             raise InversionError(f"utility: no text of {source} has {defences.SEQUENCE} tokens")
         return torch.tensor(kept)
 
+    def place(self, unit: Unit) -> Path:
+        """Where a unit lies."""
+        return self.folder / "units" / unit.name
+
     def finished(self, unit: Unit) -> Result | None:
         """A unit's result if it is there.
 
         Raises:
             ResultError: it is damaged, or was made with other parameters.
         """
-        return reusable(self.folder / "units" / unit.name, unit.inputs)
+        return reusable(self.place(unit), unit.inputs)
 
     def compute(self, unit: Unit) -> Result:
         """A unit's result, made and kept where it is not there. A second process waits for the first."""
-        folder = self.folder / "units" / unit.name
+        folder = self.place(unit)
         with locked(folder):
             kept = self.finished(unit)
             if kept is None:
@@ -434,3 +439,13 @@ def find(params: FastRun) -> Result:
         return collect(params.fast)
 
     return found_or_made(lambda source: load(params.fast, source), make, params.results)
+
+
+def bench(params: FastRun) -> pd.DataFrame | None:
+    """What `make bench` measured of every method on one bench set, on the machine that ``params.results`` says; None
+    where it was not run: ``method, tokens, capped, right, mean, median, worst, candidates, overhead, set-up, repaid,
+    ratio``."""
+    folders = {"local": paths.local(params.fast.scale), "reference": paths.reference(params.fast.scale)}
+    places = [folder / "bench" / BENCH for name, folder in folders.items() if params.results in (name, "auto")]
+    found = next((place for place in places if place.exists()), None)
+    return None if found is None else pd.read_csv(found)

@@ -47,6 +47,14 @@ def against_peers(tokens: pd.DataFrame, prompts: pd.DataFrame, peers: pd.DataFra
     return pd.DataFrame(rows).set_index("set")
 
 
+def methods(bench: pd.DataFrame) -> pd.DataFrame:
+    """What `make bench` measured, as a figure needs it: ``method, seconds`` (mean a token; a lower bound where tokens
+    were stopped at the cap: the method's name then says so), ``exact`` (share of its tokens) and ``ours``."""
+    names = [f"{row.method} (at least)" if row.capped else row.method for row in bench.itertuples()]
+    table = pd.DataFrame({"method": names, "seconds": bench["mean"], "exact": bench.right / bench.tokens})
+    return table.assign(ours=bench.method.str.contains("exact").to_numpy())
+
+
 def rounds(tokens: pd.DataFrame, configuration: str) -> pd.DataFrame:
     """The first prompt of a set, a row a token: what was guessed, what it took, how sure it is."""
     own = tokens[tokens.configuration == configuration]

@@ -1,0 +1,206 @@
+# %% [markdown]
+# # Text from hidden states, exactly and at once; and what defences do to it
+#
+# *To compute anew: 80 minutes on two CPU cores, 4 GB of memory · scales smoke, laptop, paper*
+#
+# **Question.** Reading a prompt back from its last hidden states took the continuous search many seconds a token, and often
+# failed. What does an exact answer cost, and which defence survives an attacker who can afford it?
+#
+# **Answer.** ANSWER
+#
+# **You will** see one prompt read back round by round, what it costs beside the language model's own order, long prompts and
+# random ids, and then thirty-odd defences weighed: what each attacker still reads, and what the released states are still good
+# for. **You need** notebook 05 for the threat; HOURS to compute it anew (`make fast`).
+#
+# The method is ours. What it rests on was published: candidates can be verified exactly (SIPIT, arXiv:2510.15511), and the
+# language model's own expectation is a good order to try them in. Proposing all tokens at once, foretelling states of one context
+# from a table of another, and repairing all prompts side by side were **not found** in public work. Sets, defences and their
+# levels were fixed in `params/fast.yaml` before results were read; the search was tried on other prompts. At laptop scale the
+# model is SmolLM2-135M: claims about costs are about it.
+
+# %% tags=["parameters"]
+scale = "laptop"  # smoke, laptop or paper: a scale of params/scales.yaml
+model = None  # another causal language model: a directory or a hub id
+
+# %%
+import pandas as pd
+
+from lib.inversion import defence_figures as figures
+from lib.inversion import fast, fast_settings, weighing
+
+pd.set_option("display.max_colwidth", None)
+params = fast_settings.from_notebook(globals())
+found = fast.find(params)
+print(found.origin)
+names = ("prompts", "tokens", "peers", "sweep", "margins", "swept", "cascade")
+prompts, tokens, peers, sweep, margins, swept, cascade = (found.table(f"{name}.parquet") for name in names)
+utility = found.table("utility.csv")
+print(f"{params.fast.model}: {found.values['vocabulary']:,} tokens; {found.values['ordinary_ids']:,} are drawn at random")
+
+# %% [markdown]
+# ## Propose, prove, repair
+#
+# Row $h_t$ can be *proven*: put a token behind the proven prefix, and it is the right one if its state is $h_t$, to the last few
+# bits. So nothing can be wrong that was accepted, whatever proposed it, and all that matters is how soon the right token is
+# tried:
+#
+# 1. **Propose** every token of the prompt at once, without the model. A linear probe reads the embedding off $h_t$; a table
+#    holds the state of every token behind one ordinary prefix (*It is a*), which resembles its state behind any; and $h_{t-1}$
+#    is what the output layer reads, so it says which tokens the model expected at $t$. The first token is looked up among the
+#    states of all one-token prompts; and where it is half a word, what may continue it is looked up among the words that the
+#    vocabulary itself holds, since a model that never saw a text begin with half a word expects little of its other half.
+# 2. **Prove** the next guesses in one forward pass, up to the first that is wrong.
+# 3. **Repair** it: growing batches of candidates side by side in one row, each seeing the prefix and itself. What failed is
+#    not lost: the states of failed candidates show how this context differs from the table's, $h_v \approx t_v + \mu + k_v^\top
+#    (K + \lambda I)^{-1} D$ (ridge regression on the tried, $K$ the inner products of their table states, $D$ what their states
+#    differ by), and foretell all others, which are ranked anew after every batch. At the very end stands the whole vocabulary.
+#
+# One prompt, token by token: what was guessed, in which round it was found, how many candidates were tried, and how sure the
+# answer is. *Residual* is $\lVert h - h' \rVert^2 / \lVert h \rVert^2$, the *margin* the runner-up's residual over it, of those tried.
+
+# %%
+first = params.fast.sets[0].name
+weighing.rounds(tokens, first)
+
+# %% [markdown]
+# ## What it costs
+#
+# *Overhead* is the time over that of one plain forward pass of the same prompts, the least that any proof can cost; *set-up* is
+# spent once for a model and kept (probe, both tables), in seconds; *guessed* the share of tokens that the first proposal names.
+
+# %%
+weighing.costs(prompts, tokens).round(3)
+
+# %% [markdown]
+# The peer to beat is the language model's own order: candidates by the model's expectation, in growing batches up to 256 on a
+# cached prefix, exact as well. On the same prompts, token by token, the first one left out:
+
+# %%
+table = weighing.against_peers(tokens, prompts, peers)
+table.round(3)
+
+# %%
+one = table.index[0]
+behind = tokens[(tokens.configuration == one) & (tokens.position > 0)]
+figures.tries(behind.candidates, peers[peers.configuration == one].candidates)
+
+# %% [markdown]
+# And every method on one bench set, in one run (`make bench`), each within a budget of seconds; *at least* where tokens were
+# stopped at the cap. Exact inversion reads whole prompts behind what it found itself, all others stand behind the true prefix.
+
+# %%
+bench = fast.bench(params)
+figures.method_costs(weighing.methods(bench)) if bench is not None else "not run at this scale: `make bench`"
+
+# %% [markdown]
+# In figures: seconds and candidates a token; *overhead* over one plain forward pass; *repaid*: tokens after which set-up is
+# repaid against the language model's order; *ratio* to exact inversion of prompts together.
+
+# %%
+bench.set_index("method").round(2) if bench is not None else "not run at this scale"
+
+# %% [markdown]
+# COSTS
+#
+# ## Defences: who knows what
+#
+# From here on states are released through a *channel*, and the attacker reads what comes out. What is not secret is known to the
+# attacker: bits, clipping, sigma. Four attackers, and one without any states:
+
+# %%
+pd.DataFrame([(one.name, one.knows) for one in weighing.ATTACKERS], columns=["attacker", "knows"]).set_index("attacker")
+
+# %% [markdown]
+# *tolerance* accepts a token whose state lies within the published $10^{-4}$ and else gives up; *nearest* takes the candidate
+# whose state is nearest to what was released; *aware* does to candidates what the channel does (rounds, clips, cuts them),
+# weighs noise by its likelihood, compares what is left of a dropped-out row, and of a secret order or basis compares what no
+# key can change: sorted coordinates, or norms and inner products with tokens already read. *Aware, prior* adds what the
+# language model expects. Every token is attacked behind its true prefix; candidates are the true token and its strongest
+# competitors, whole vocabulary at the first position (`params/fast.yaml`; what this hides is measured below).
+#
+# ## Privacy against utility
+#
+# Utility is the holder's: KL divergence of the next token's distribution when the model goes on from the released states
+# instead of its own, on held-out text. Whoever holds the key of a permutation or rotation undoes it, at no loss.
+
+# %%
+weighed = weighing.weighed(sweep, utility)
+panels = {"tolerance": "fixed tolerance", "nearest": "nearest", "aware": "knows the channel", "aware, prior": "and what text is likely"}
+figures.privacy_against_utility(weighed, panels)
+
+# %% [markdown]
+# At equal utility: the strongest setting of every family that costs the holder no more than so many nats, and what is recovered
+# by attackers that do not know the channel (*naive*) and by the best of all.
+
+# %%
+weighing.at_equal_utility(weighed).round(3)
+
+# %% [markdown]
+# EQUAL
+#
+# ## Quantised states
+
+# %%
+bits = weighed[weighed.channel.str.endswith("-bit")]
+bits.pivot(index="channel", columns="attacker", values="recovered").assign(kl=bits.groupby("channel").kl.first()).round(3)
+
+# %% [markdown]
+# BITS
+#
+# ## Noise and what margins foretell
+#
+# With $\Delta$ the distance from the true state to its nearest competitor, noise of the usual length $\sigma\sqrt d$ below
+# $\Delta / 2$ cannot move the answer much; the union bound $\sum_v Q(\lVert h_w - h_v \rVert / 2\sigma)$ holds the chance that
+# *any* competitor comes nearer.
+
+# %%
+width = found.values["width"]
+lines = weighing.bounds(sweep, margins, width)
+alone = weighed[weighed.attacker == "prior alone"].recovered.mean()
+figures.noise_and_bounds(lines, alone)
+
+# %% [markdown]
+# NOISE
+
+# %%
+weighing.private_noise(params.fast.defences.channels, weighed).round(4)
+
+# %% [markdown]
+# ## Whole prompts, one token behind the other
+#
+# Up to its first error an attacker stands behind the true prefix, so the sweep already says how many prompts come back whole.
+# After it the prefix is wrong. Here whole prompts are read from left to right with a bounded number of candidates a token:
+
+# %%
+weighing.cascades(cascade, sweep).round(3)
+
+# %% [markdown]
+# CASCADE
+#
+# ## The alarm behind a defence
+#
+# Notebook 05's alarm was the discrete loss: how far the state of the committed token is from what was given. Behind a
+# defence even the right token is far. Does the loss still tell wrong tokens from right ones? Area under the curve for the
+# nearest candidate (1: always, 0.5: not at all), where both kinds occur:
+
+# %%
+alarm = weighed[(weighed.attacker == "nearest") & weighed.alarm.notna()]
+alarm[["channel", "recovered", "alarm"]].set_index("channel").round(3)
+
+# %% [markdown]
+# ALARM
+#
+# ## What the choice of candidates hides
+#
+# On some positions the whole vocabulary was read. The chosen candidates against all: what was recovered, and the distance to the
+# nearest competitor.
+
+# %%
+weighing.whole_vocabulary(sweep, swept, margins, found.table("swept_margins.parquet")).round(4)
+
+# %% [markdown]
+# ## What it means
+#
+# MEANING
+#
+# *Limits.* LIMITS
