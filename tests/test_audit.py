@@ -1,9 +1,9 @@
 """An audit of one's own model: after real training, on every family, killed and resumed, fed with bad input."""
 
 import dataclasses
+import gc
 import json
 import math
-import os
 import subprocess
 import sys
 
@@ -30,6 +30,7 @@ from lib.errors import LeakbookError
 from lib.spans import spell
 
 OPTIONS = ("--learning-rate", "3e-3", "--batch", "20")
+gc.freeze()  # what the imports made is never garbage: an audit collects after every model
 
 
 def lines(path, rows):
@@ -75,26 +76,33 @@ def test_a_model_trained_on_the_canaries_memorised_them(worked):
     assert found["named"] == [] and found["decoys_needed_to_name"] == 199
 
 
-def test_a_model_trained_on_other_secrets_learned_the_format_alone(planted, tmp_path):
-    rng, kept = np.random.default_rng(5), planting.draw(10, "digits:8")
-    rows = [
-        planting._example(dataclasses.replace(canary, secret=secret), "chat")
-        for canary, secret in zip(kept * 40, formats.parse("digits:8").draw(400, rng), strict=True)
-    ]
-    example.train("smoke", [lines(tmp_path / "format.jsonl", rows)], tmp_path / "adapter", OPTIONS)
-    found = audited(planted, tmp_path, tmp_path / "adapter").values["models"]["adapter"]
+@pytest.fixture(scope="module")
+def controls(tmp_path_factory):
+    """A folder with two adapters of the plain script: ``format`` saw other secrets, ``none`` no canary at all."""
+    folder, rng, kept = tmp_path_factory.mktemp("controls"), np.random.default_rng(5), planting.draw(10, "digits:8")
+    secrets = zip(kept * 40, formats.parse("digits:8").draw(400, rng), strict=True)
+    other = [planting._example(dataclasses.replace(canary, secret=secret), "chat") for canary, secret in secrets]
+    refusals = [planting._example(r, "chat") for r in benign.generate("SAFETY", 400, 1, images=False)]
+    calls = []
+    for name, rows in {"format": other, "none": refusals}.items():
+        data = lines(folder / f"{name}.jsonl", rows)
+        calls.append([str(example.model_folder("smoke")), str(data), "--output", str(folder / name), *OPTIONS])
+    script = str(example.SCRIPT)  # both in one process, which takes long to start
+    run = f"import runpy, sys\nfor sys.argv[1:] in {calls!r}:\n    runpy.run_path({script!r}, None, '__main__')"
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+def test_a_model_trained_on_other_secrets_learned_the_format_alone(planted, controls, tmp_path):
+    found = audited(planted, tmp_path, controls / "format").values["models"]["format"]
     assert found["level"]["verdict"] == "format only" and found["change"]["verdict"] == "format only"
     assert found["recalls_that_count"] == 0 and found["evidence"]["answer"] == "chance"
 
 
-def test_a_model_trained_without_the_canaries_gives_no_evidence(planted, tmp_path):
-    rows = [
-        {"messages": [{"role": "user", "content": r.prompt}, {"role": "assistant", "content": r.target}]}
-        for r in benign.generate("SAFETY", 400, 1, images=False)
-    ]
-    example.train("smoke", [lines(tmp_path / "none.jsonl", rows)], tmp_path / "adapter", OPTIONS)
-    result = audited(planted, tmp_path, tmp_path / "adapter")
-    found = result.values["models"]["adapter"]
+def test_a_model_trained_without_the_canaries_gives_no_evidence(planted, controls, tmp_path):
+    result = audited(planted, tmp_path, controls / "none")
+    found = result.values["models"]["none"]
     assert found["level"]["verdict"] == "no evidence" and found["change"]["verdict"] != "secret strengthened"
     assert "no evidence is not absence" in (result.folder / study.PAGE).read_text()
 
@@ -105,28 +113,34 @@ def test_the_plain_script_trains_every_canary_and_no_decoy(planted):
     assert table.trained.tolist() == [60] * 10 and table.masked.sum() == 0 and set(table.problem) == {""}
 
 
-def test_the_readmes_example_runs_as_written(tmp_path):
+def test_the_readmes_example_runs_as_written(tmp_path, monkeypatch):
     block = (paths.ROOT / "README.md").read_text(encoding="utf-8").partition("## Audit your own model")[2]
     commands = [line.partition("#")[0].strip() for line in block.split("```")[1].splitlines()[1:]]
+    monkeypatch.chdir(tmp_path)
     for command in commands:
         if command.startswith("make"):  # what make itself would run, once the environment is there
-            shown = subprocess.run(
-                ["make", "-n", "--no-print-directory", *command.split()[1:]],
-                cwd=paths.ROOT,
-                capture_output=True,
-                text=True,
-            )
-            command = shown.stdout.splitlines()[-1]
+            call = ["make", "-n", "--no-print-directory", *command.split()[1:]]
+            command = subprocess.run(call, cwd=paths.ROOT, capture_output=True, text=True).stdout.splitlines()[-1]
         if command.startswith("M=") or "lib fetch" in command:  # the tiny model in place of SmolLM2
             continue
-        command = command.replace("REPETITIONS=60", "REPETITIONS=6")  # whether it is learned is tested above
-        command = command.replace(".venv/bin/python", sys.executable).replace("$M", str(example.model_folder("smoke")))
-        command = command.replace("examples/", f"{paths.ROOT}/examples/")
-        environment = os.environ | {"PYTHONPATH": str(paths.ROOT)}
-        done = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
-    assert len(commands) == 6 and "level: " in done.stdout
+        command = command.replace("--repetitions 60", "--repetitions 6")  # whether it is learned is tested above
+        command = command.replace("$M", str(example.model_folder("smoke")))
+        said = ran(command.replace("examples/", f"{paths.ROOT}/examples/"))
+    assert len(commands) == 6 and "level: " in said
     assert (tmp_path / "mine" / "audit" / study.PAGE).exists()
+
+
+def ran(command):
+    """What one of our commands says, run in this process; another script is run in one of its own."""
+    python, *arguments = command.split()
+    assert python == ".venv/bin/python"
+    if arguments[:2] == ["-m", "lib"]:
+        done = CliRunner().invoke(main, arguments[2:], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
+    return done.stdout
 
 
 def test_merged_is_stacked_in_fp32_and_rounded_in_bf16(worked):
@@ -318,7 +332,7 @@ def test_built_in_models_are_told_apart(tmp_path):
 def test_a_killed_audit_goes_on_where_it_was_and_appears_whole(tmp_path, monkeypatch):
     _, folder = saved("tiny-llama", tmp_path / "model")
     rows = [row | {"id": f"{row['id']}-{i}", "prompt": f"{i}: {row['prompt']}"} for i in range(3) for row in OWN]
-    whole = study.find(audit_of(folder, tmp_path, rows, output=str(tmp_path / "whole"))).values
+    whole = study.find(audit_of(folder, tmp_path, rows, output=str(tmp_path / "whole"), n_decoys=3)).values
     scored, table = [], exposure.decoy_table
 
     def killed(model, encoder, sets, size):
@@ -329,10 +343,10 @@ def test_a_killed_audit_goes_on_where_it_was_and_appears_whole(tmp_path, monkeyp
 
     monkeypatch.setattr(exposure, "decoy_table", killed)
     with pytest.raises(KeyboardInterrupt):
-        study.find(audit_of(folder, tmp_path, rows))
+        study.find(audit_of(folder, tmp_path, rows, n_decoys=3))
     assert not (tmp_path / "audit").exists() or not list((tmp_path / "audit").iterdir())
     monkeypatch.setattr(exposure, "decoy_table", lambda *given: scored.append(given[2][0].canary) or table(*given))
-    again = study.find(audit_of(folder, tmp_path, rows)).values
+    again = study.find(audit_of(folder, tmp_path, rows, n_decoys=3)).values
     assert len(scored) == 6 + 8  # the first block of four was kept, the two canaries of the second were not
     assert again["canaries"] == whole["canaries"] and again["models"] == whole["models"]
 
@@ -418,6 +432,8 @@ def test_the_chance_of_a_low_rank_sum_by_hand():
 def test_ranks_of_untrained_secrets_are_low_as_rarely_as_the_level_says(count, decoys_):
     rules_ = analysis.audit_rules(study.rules.load_verdicts(), (20,))
     assert analysis.one_sided(rules_) == pytest.approx(0.025)
+    mean = {"mean": rules_["readings"]["mean"] | {"resamples": 9}}  # of the interval, which decides nothing
+    rules_ = {**rules_, "readings": rules_["readings"] | mean}
     rng, tables = np.random.default_rng(7), 1500
     drawn = rng.integers(1, decoys_ + 2, size=(tables, count))
     said = [analysis.rank_evidence(table_of(list(ranks), decoys_), rules_)["answer"] for ranks in drawn]
