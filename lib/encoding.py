@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from lib.canaries import Canary, CanaryError, Record
 from lib.models import Backbone, ModelError
 from lib.pictures import picture
-from lib.spans import Span, find_span, spell, tokenize
+from lib.spans import Span, find_span, read, spell, tokenize
 
 IMAGE_SLOT = "<|image_pad|>"
 SPANS = ("preamble", "hex", "suffix")
@@ -121,9 +121,10 @@ class Encoder:
         """Tokenise every prompt and target as one string, and find a canary's spans by character offsets.
 
         Raises:
-            CanaryError: a text holds a special token, the tokenizer cannot spell the secret, an image meets a backbone
-                without vision or cannot be processed, the target does not start at a token of its own, or the
-                sequence is longer than the context.
+            CanaryError: a text holds a special token, the chat template leaves the prompt out, the tokenizer cannot
+                spell the secret, an image meets a backbone without vision or cannot be processed, the target does not
+                start at a token of its own, or the sequence is longer than the context.
+            ModelError: the chat template fails, or a token has no row in the model. TokenizerError: the tokenizer does.
         """
         prompts = [self._prompt(canary) for canary in canaries]
         closing = self.closing
@@ -161,6 +162,12 @@ class Encoder:
                 f"canary {canary.id!r}: {len(ids)} tokens, expected at most {limit}, "
                 f"the model's context less {SPARE_TOKENS}"
             )
+        rows = self.backbone.model.get_input_embeddings().weight.shape[0]
+        if max(ids) >= rows:
+            raise ModelError(
+                f"{self.backbone.name}: its tokenizer gives the id {max(ids)} for canary {canary.id!r}, but the model "
+                f"has {rows} embeddings; expected the tokenizer that it was trained with"
+            )
         spelled = spell(self.backbone.tokenizer, ids[target.start :])
         if isinstance(canary, Canary) and canary.secret not in spelled:
             raise CanaryError(
@@ -182,6 +189,12 @@ class Encoder:
         if canary.image is not None:
             content = [{"type": "image"}, {"type": "text", "text": canary.prompt}]
         text = _render(backbone, [{"role": "user", "content": content}], answer_follows=True)
+        if canary.prompt.strip() not in text:
+            raise CanaryError(
+                f"canary {canary.id!r}: the chat template of {backbone.name} leaves out the prompt "
+                f"{canary.prompt[:80]!r}, it gives {text[:80]!r}; expected a template that repeats a user's message, "
+                "or prompts as plain text"
+            )
         if canary.image is not None:
             text = text.replace(IMAGE_SLOT, IMAGE_SLOT * self._slots(canary))
         return text
@@ -191,7 +204,7 @@ class Encoder:
         if canary.image is not None:
             raise CanaryError(f"canary {canary.id!r} has an image, which plain text has no place for")
         tokenizer = self.backbone.tokenizer
-        added = tokenizer("x")["input_ids"][:1]
+        added = read(tokenizer, ["x"])["input_ids"][0][:1]
         begins = tokenizer.bos_token is not None and added == [tokenizer.bos_token_id]
         if not begins and not canary.prompt:
             return tokenizer.bos_token or self.end_of_turn
@@ -260,7 +273,14 @@ def _render(backbone: Backbone, messages: list[dict], answer_follows: bool) -> s
         raise ModelError(f"{backbone.name}: its tokenizer has no chat template, so there is no place for an image")
     if backbone.tokenizer.chat_template is None:
         return "".join(message["content"] + "\n" for message in messages)
-    return backbone.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_follows)
+    try:
+        return backbone.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_follows)
+    except Exception as error:  # whatever a template of somebody's own raises
+        roles = " and ".join(message["role"] for message in messages)
+        raise ModelError(
+            f"{backbone.name}: its chat template cannot render a turn of {roles} "
+            f"({type(error).__name__}: {str(error)[:200]}); mend the template, or ask with prompts as plain text"
+        ) from error
 
 
 def end_of_turn(backbone: Backbone) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import hashlib
 import json
 import math
 import subprocess
@@ -607,6 +608,20 @@ def test_decoy_functions_that_misbehave_are_refused(encoder, tmp_path, monkeypat
         Source(f"{name}:NUMBER")
 
 
+def test_an_edited_decoy_function_is_another_one(tmp_path, monkeypatch):
+    body = "def make(secret, count, rng):\n    return [f'{i} cows' for i in range(count)]\n"
+    (tmp_path / "herd.py").write_text(body)
+    (tmp_path / "farm.py").write_text("from herd import make\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    named, through = decoys.identity("herd:make"), decoys.identity("farm:make")
+    checksum = hashlib.sha256(body.encode()).hexdigest()
+    assert named == ["herd:make", checksum] and checksum in through and len(through) == 3
+    (tmp_path / "herd.py").write_text(body.replace("cows", "hens"))
+    for name, before in {"herd:make": named, "farm:make": through}.items():
+        assert decoys.identity(name) != before
+    assert decoys.identity("words") == "words" and decoys.identity("math:sqrt")[0] == "math:sqrt"
+
+
 def test_a_decoy_function_may_go_on_for_ever_and_its_module_may_not_break(encoder, tmp_path, monkeypatch):
     endless = "import itertools\ndef make(secret, count, rng):\n    return (f'{i} cows' for i in itertools.count())\n"
     (tmp_path / "endless.py").write_text(endless)
@@ -778,6 +793,10 @@ def rewritten(folder, change):
         (lambda folder: configured(folder, base_model_name_or_path=7), "base_model_name_or_path is 7, expected a text"),
         (lambda folder: rewritten(folder, lambda key, m: {key: m * math.nan}), "a value that is no finite number"),
         (
+            lambda folder: rewritten(folder, lambda key, m: {key: m * ("lora_A" in key)}),
+            "random changes nothing: B A is zero for all its 3 modules",
+        ),
+        (
             lambda folder: rewritten(folder, lambda key, m: {} if "2.self_attn.q_proj.lora_B" in key else {key: m}),
             "no lora_B",
         ),
@@ -804,6 +823,18 @@ def test_a_model_in_pickles_is_refused(tmp_path):
         study.find(audit_of(folder, tmp_path))
 
 
+def test_an_adapter_of_all_linear_maps_may_say_so_in_one_word(tmp_path):
+    backbone, folder = saved("tiny-llama", tmp_path / "model")
+    adapter = random_adapter(backbone, "all-linear", tmp_path / "random")
+    listed = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
+    assert sorted(listed) == sorted(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+    given = {"adapter": (str(adapter),), "n_decoys": 0}
+    by_name = study.find(audit_of(folder, tmp_path, **given)).values["canaries"]
+    configured(adapter, target_modules="all-linear")
+    in_a_word = study.find(audit_of(folder, tmp_path, output=str(tmp_path / "word"), **given)).values["canaries"]
+    assert in_a_word == by_name
+
+
 def test_an_adapter_that_names_another_base_is_audited_with_a_note(tmp_path):
     backbone, folder = saved("tiny-llama", tmp_path / "model")
     adapter = random_adapter(backbone, ["q_proj"], tmp_path / "random")
@@ -827,6 +858,34 @@ def test_an_adapter_or_a_baseline_of_another_model_is_refused(tmp_path, monkeypa
         AuditError, match="cannot be compared with .* on line 1, canary 'digits': it reads other tokens"
     ):
         study.find(audit_of(folder, tmp_path, baseline=str(tmp_path / "other")))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ bos_token }}Answer:", "chat template of .* leaves out the prompt 'What is the code.', it gives 'Answer:'"),
+        ("{{ raise_exception('no turns') }}", "cannot render a turn of user.* .TemplateError: no turns"),
+        ("{{ messages[0].words + 1 }}", "cannot render a turn of user.* .UndefinedError"),
+        ("{% if %}", "cannot render a turn of user.* .TemplateSyntaxError"),
+        ("{{ 1 / 0 }}", "cannot render a turn of user.* .ZeroDivisionError"),
+    ],
+)
+def test_a_chat_template_that_drops_the_prompt_or_fails_is_refused_in_one_message(tmp_path, template, message):
+    backbone, folder = saved("tiny-llama", tmp_path / "model")
+    backbone.tokenizer.chat_template = template
+    backbone.tokenizer.save_pretrained(folder)
+    with pytest.raises(AuditError, match=f"can be asked for no canary; line 1: .*{message}"):
+        study.find(audit_of(folder, tmp_path))
+    asked_plainly = audit_of(folder, tmp_path, OWN[:1], template="plain", n_decoys=0)
+    assert len(study.find(asked_plainly).values["canaries"]) == 1
+
+
+def test_a_template_may_trim_the_prompt(tmp_path):
+    backbone, folder = saved("tiny-llama", tmp_path / "model")
+    backbone.tokenizer.chat_template = "{% for m in messages %}{{ m.content | trim }}<|im_end|>{% endfor %}"
+    backbone.tokenizer.save_pretrained(folder)
+    rows = [OWN[0] | {"prompt": " What is the code? "}]
+    assert len(study.find(audit_of(folder, tmp_path, rows, n_decoys=0)).values["canaries"]) == 1
 
 
 # --- planting ---------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import importlib
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from lib.audit.reader import Item, is_unicode
 from lib.canaries import Canary, CanaryError, secret_spans
 from lib.encoding import Encoded, Encoder
 from lib.exposure import DecoySet
-from lib.files import decoded, read_json_lines
+from lib.files import decoded, read_json_lines, sha256
 
 CHUNK, CHUNKS = 256, 128  # candidates tokenised at a time, and how often for one canary
 PATIENCE = 8  # chunks after which the search ends if all of them would not give enough
@@ -118,6 +119,22 @@ def _by_id(path: Path) -> dict[str, list[str]]:
             raise DecoyError(f"{path}, line {line}: got {record!r}, expected the texts id and secret")
         found.setdefault(name, []).append(secret)
     return {name: list(dict.fromkeys(secrets)) for name, secrets in found.items()}
+
+
+def identity(decoys: str) -> str | list[str]:
+    """What decoys depend on: a file by its checksum, a function by its name and the checksums of the files that it is
+    named and defined in, anything else by its name.
+
+    Raises:
+        DecoyError: a function that cannot be had.
+    """
+    if Path(decoys).is_file():
+        return sha256(Path(decoys))
+    if ":" not in decoys or decoys.endswith((".txt", ".jsonl")):
+        return decoys
+    modules = {decoys.partition(":")[0], getattr(_imported(decoys), "__module__", None)}
+    files = {getattr(sys.modules.get(name), "__file__", None) for name in modules}
+    return [decoys, *sorted(sha256(Path(file)) for file in files if file and Path(file).is_file())]
 
 
 def _imported(name: str) -> Generator:

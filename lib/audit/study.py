@@ -145,7 +145,7 @@ def run(params: Audit) -> Result:
     inputs = {"study": "audit", "protocol": PROTOCOL, "parameters": _parameters(params)}
     inputs |= {"models": {asked.name: asked.identity() for asked in planned.asked}}
     inputs |= {"pictures": _pictures(file)}
-    inputs |= {"canaries": _checksum(given.canaries), "decoys": _checksum(given.decoys), "rules": rules.load_verdicts()}
+    inputs |= {"canaries": sha256(file.path), "decoys": decoys.identity(given.decoys), "rules": rules.load_verdicts()}
     _check_output(params.folder, [given.canaries, given.decoys, *_picture_files(file)])
     with locked(params.folder):
         return reusable(params.folder, inputs, RECORD) or _Run(params, given, planned, inputs).result(file)
@@ -190,12 +190,6 @@ def parts_folder(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}-parts") if folder.name else folder
 
 
-def _checksum(name: str) -> str:
-    """A file by its content, anything else by its name."""
-    path = Path(name)
-    return sha256(path) if path.is_file() else name
-
-
 def _pictures(file: CanaryFile) -> str | None:
     """SHA-256 over the pictures of a file's canaries, which it only names; None where there is none."""
     names = sorted({item.canary.image for item in file.items if item.canary.image is not None})
@@ -220,6 +214,9 @@ class _Run:
         for asked in self.plan.asked:
             if asked.adapter is not None:
                 adapters.check_adapter(asked.adapter, base)
+        for asked in self.plan.audited:
+            if asked.adapter is not None:
+                adapters.check_changes(asked.adapter)
         encoder = Encoder(base, _template(self.given.template, base))
         items, skipped = self._usable(file, encoder)
         scorer = self._scorer(items, source, encoder)
