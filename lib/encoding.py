@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from lib.canaries import Canary, CanaryError, Record
+from lib.errors import shown
 from lib.models import Backbone, ModelError
 from lib.pictures import picture
 from lib.spans import Span, find_span, read, spell, tokenize
@@ -139,7 +140,7 @@ class Encoder:
         target = find_span(offsets, start, len(text))
         if target.straddles_start:
             raise CanaryError(
-                f"record {canary.id!r}: the first target token also covers the end of the prompt; "
+                f"record {shown(canary.id)}: the first target token also covers the end of the prompt; "
                 f"change how the answer {canary.target[:20]!r} begins"
             )
         self._check_readable(canary, ids, target)
@@ -159,20 +160,21 @@ class Encoder:
         limit = context_length(self.backbone) - SPARE_TOKENS
         if len(ids) > limit:
             raise CanaryError(
-                f"canary {canary.id!r}: {len(ids)} tokens, expected at most {limit}, "
+                f"canary {shown(canary.id)}: {len(ids)} tokens, expected at most {limit}, "
                 f"the model's context less {SPARE_TOKENS}"
             )
         rows = self.backbone.model.get_input_embeddings().weight.shape[0]
         if max(ids) >= rows:
             raise ModelError(
-                f"{self.backbone.name}: its tokenizer gives the id {max(ids)} for canary {canary.id!r}, but the model "
-                f"has {rows} embeddings; expected the tokenizer that it was trained with"
+                f"{self.backbone.name}: its tokenizer gives the id {max(ids)} for canary {shown(canary.id)}, but the "
+                f"model has {rows} embeddings; expected the tokenizer that it was trained with"
             )
         spelled = spell(self.backbone.tokenizer, ids[target.start :])
         if isinstance(canary, Canary) and canary.secret not in spelled:
             raise CanaryError(
-                f"canary {canary.id!r}: the tokenizer of {self.backbone.name} cannot spell the secret "
-                f"{canary.secret!r}, it reads {spelled!r}; use characters it knows, in Unicode's composed form (NFC)"
+                f"canary {shown(canary.id)}: the tokenizer of {self.backbone.name} cannot spell the secret "
+                f"{shown(canary.secret)}, it reads {shown(spelled)}; use characters it knows, in Unicode's composed "
+                "form (NFC)"
             )
 
     def _prompt(self, canary: Canary | Record) -> str:
@@ -180,7 +182,7 @@ class Encoder:
         backbone = self.backbone
         if canary.image is not None and not backbone.takes_images:
             raise CanaryError(
-                f"canary {canary.id!r} has an image, but {backbone.name} takes none: set its image to null"
+                f"canary {shown(canary.id)} has an image, but {backbone.name} takes none: set its image to null"
             )
         _refuse_special_tokens(canary, backbone)
         if self.template == "plain":
@@ -191,8 +193,8 @@ class Encoder:
         text = _render(backbone, [{"role": "user", "content": content}], answer_follows=True)
         if canary.prompt.strip() not in text:
             raise CanaryError(
-                f"canary {canary.id!r}: the chat template of {backbone.name} leaves out the prompt "
-                f"{canary.prompt[:80]!r}, it gives {text[:80]!r}; expected a template that repeats a user's message, "
+                f"canary {shown(canary.id)}: the chat template of {backbone.name} leaves out the prompt "
+                f"{shown(canary.prompt)}, it gives {shown(text)}; expected a template that repeats a user's message, "
                 "or prompts as plain text"
             )
         if canary.image is not None:
@@ -202,7 +204,7 @@ class Encoder:
     def _plain(self, canary: Canary | Record) -> str:
         """The prompt alone, behind what the tokenizer begins a text with; an empty one needs a token to start from."""
         if canary.image is not None:
-            raise CanaryError(f"canary {canary.id!r} has an image, which plain text has no place for")
+            raise CanaryError(f"canary {shown(canary.id)} has an image, which plain text has no place for")
         tokenizer = self.backbone.tokenizer
         added = read(tokenizer, ["x"])["input_ids"][0][:1]
         begins = tokenizer.bos_token is not None and added == [tokenizer.bos_token_id]
@@ -215,7 +217,7 @@ class Encoder:
         try:
             grid = self._processed(canary.image)["image_grid_thw"]
         except ValueError as error:
-            raise CanaryError(f"canary {canary.id!r}: its image cannot be processed: {error}") from error
+            raise CanaryError(f"canary {shown(canary.id)}: its image cannot be processed: {error}") from error
         return int(grid.prod()) // self.backbone.image_processor.merge_size**2
 
     def _processed(self, image: str) -> dict[str, Tensor]:
@@ -312,7 +314,7 @@ def _refuse_special_tokens(canary: Canary | Record, backbone: Backbone) -> None:
     for added in backbone.tokenizer.added_tokens_decoder.values():
         token = added.content
         if added.special and (token in canary.prompt or token in canary.target):
-            raise CanaryError(f"canary {canary.id!r}: its text contains the model's special token {token!r}")
+            raise CanaryError(f"canary {shown(canary.id)}: its text contains the model's special token {shown(token)}")
 
 
 def check_distinct(rows: Sequence[Encoded]) -> None:
@@ -327,7 +329,7 @@ def check_distinct(rows: Sequence[Encoded]) -> None:
         key = (row.prompt_ids, None if image is None else picture(image).tobytes())
         if key in seen:
             raise CanaryError(
-                f"canaries {seen[key]!r} and {row.canary.id!r} are the same prompt and picture to the model"
+                f"canaries {shown(seen[key])} and {shown(row.canary.id)} are the same prompt and picture to the model"
             )
         seen[key] = row.canary.id
 

@@ -935,6 +935,15 @@ def test_planted_files_are_not_replaced_by_others(tmp_path):
         planting.write(tmp_path / planting.TRAINING / "in", drawn, "digits:8", 2)
 
 
+def test_canaries_that_the_audit_would_skip_are_not_written(tmp_path):
+    drawn = planting.draw(10, "letters:1", seed=0)
+    clash = next(c for c in drawn if c.secret in c.prompt + c.preamble)
+    message = f"canary {clash.id}, drawn by 'letters:1': the secret '{clash.secret}' occurs in its own"
+    with pytest.raises(LeakbookError, match=message):
+        planting.write(tmp_path / "made", drawn, "letters:1", 2)
+    assert not (tmp_path / "made").exists()
+
+
 def test_a_format_too_small_for_distinct_secrets_is_refused():
     with pytest.raises(formats.FormatError, match="holds 3.3 bits, too few for 10 distinct secrets"):
         planting.draw(10, "digits:1")

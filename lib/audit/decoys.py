@@ -16,6 +16,7 @@ from lib.audit.formats import Format
 from lib.audit.reader import Item, is_unicode
 from lib.canaries import Canary, CanaryError, secret_spans
 from lib.encoding import Encoded, Encoder
+from lib.errors import cut, shown
 from lib.exposure import DecoySet
 from lib.files import decoded, read_json_lines, sha256
 
@@ -91,11 +92,13 @@ class Source:
         drawn = self._asked(secret, rng)
         wrong = [value for value in drawn if not isinstance(value, str) or not value.strip() or not is_unicode(value)]
         if wrong:
-            raise DecoyError(f"decoys: the generator gave {wrong[0]!r} for {secret!r}, expected visible texts")
+            raise DecoyError(
+                f"decoys: the generator gave {shown(wrong[0])} for {shown(secret)}, expected visible texts"
+            )
         if again is not None and self._asked(secret, again) != drawn:
             raise DecoyError(
-                f"decoys: the generator gave other texts for {secret!r} when it was called again with the same rng; "
-                "expected all chance to come from rng, so that every model is asked for the same decoys"
+                f"decoys: the generator gave other texts for {shown(secret)} when it was called again with the same "
+                "rng; expected all chance to come from rng, so that every model is asked for the same decoys"
             )
         self._repeats = True
         return drawn
@@ -106,9 +109,11 @@ class Source:
             if not isinstance(given, str | bytes):
                 return list(itertools.islice(given, CHUNK))
         except Exception as error:  # the user's own code may raise anything
-            reason = f"{type(error).__name__}: {error}"
-            raise DecoyError(f"decoys: the generator failed for {secret!r} ({reason}); expected texts") from error
-        raise DecoyError(f"decoys: the generator gave the one text {given!r} for {secret!r}, expected a list of texts")
+            reason = cut(f"{type(error).__name__}: {error}")
+            raise DecoyError(f"decoys: the generator failed for {shown(secret)} ({reason}); expected texts") from error
+        raise DecoyError(
+            f"decoys: the generator gave the one text {shown(given)} for {shown(secret)}, expected a list of texts"
+        )
 
 
 def _by_id(path: Path) -> dict[str, list[str]]:
@@ -116,7 +121,7 @@ def _by_id(path: Path) -> dict[str, list[str]]:
     for line, record in read_json_lines(path, "decoy", DecoyError):
         name, secret = record.get("id"), record.get("secret")
         if not isinstance(name, str) or not isinstance(secret, str) or not secret.strip():
-            raise DecoyError(f"{path}, line {line}: got {record!r}, expected the texts id and secret")
+            raise DecoyError(f"{path}, line {line}: got {shown(record)}, expected the texts id and secret")
         found.setdefault(name, []).append(secret)
     return {name: list(dict.fromkeys(secrets)) for name, secrets in found.items()}
 
@@ -142,9 +147,13 @@ def _imported(name: str) -> Generator:
     try:
         found = getattr(importlib.import_module(module), function)
     except Exception as error:  # the user's own module may raise anything
-        raise DecoyError(f"decoys: {name!r} cannot be imported ({error}); expected module:function") from error
+        raise DecoyError(
+            f"decoys: {shown(name)} cannot be imported ({cut(str(error))}); expected module:function"
+        ) from error
     if not callable(found):
-        raise DecoyError(f"decoys: {name!r} is {found!r}, expected a function of a secret, a count and an rng")
+        raise DecoyError(
+            f"decoys: {shown(name)} is {shown(found)}, expected a function of a secret, a count and an rng"
+        )
     return found
 
 
