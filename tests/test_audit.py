@@ -5,6 +5,7 @@ import gc
 import hashlib
 import json
 import math
+import shutil
 import subprocess
 import sys
 
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from lib import benign, exposure, models, paths, probes, results
 from lib.__main__ import main
-from lib.audit import analysis, decoys, example, formats, planting, reader, scoring, settings, study
+from lib.audit import analysis, decoys, example, formats, planting, reader, report, scoring, settings, study
 from lib.audit.decoys import DecoyError, Source
 from lib.audit.reader import Item
 from lib.audit.scoring import AuditError
@@ -303,6 +304,47 @@ def test_several_adapters_are_audited_each_against_another_adapter(tmp_path):
     assert found["mean_change"] == 0 and found["change"]["verdict"] == "unchanged"
 
 
+def test_one_adapter_under_two_names_is_refused(tmp_path, monkeypatch):
+    backbone, folder = saved("tiny-llama", tmp_path / "model")
+    adapter = random_adapter(backbone, ["q_proj"], tmp_path / "random")
+    shutil.copytree(adapter, tmp_path / "copy")
+    monkeypatch.setattr(models, "load", None)
+    for other in (f"{tmp_path}/model/../random", str(tmp_path / "copy")):
+        with pytest.raises(AuditError, match=f"{other} holds the same matrices and configuration as {adapter}"):
+            study.find(audit_of(folder, tmp_path, adapter=(str(adapter), other)))
+
+
+def test_a_model_and_an_adapter_may_be_the_present_folder(tmp_path, monkeypatch):
+    backbone, folder = saved("tiny-llama", tmp_path / "llama")
+    adapter = random_adapter(backbone, ["q_proj"], tmp_path / "tuned")
+    given = {"n_decoys": 0, "canaries": str(lines(tmp_path / "own.jsonl", OWN)), "output": str(tmp_path / "a")}
+    monkeypatch.chdir(folder)
+    result = study.find(audit_of(".", tmp_path, **given))
+    assert list(result.values["models"]) == ["llama"] and result.content["inputs"]["parameters"]["model"] == "llama"
+    assert "<h1>Memorisation audit of llama</h1>" in (result.folder / study.PAGE).read_text()
+    monkeypatch.chdir(adapter)
+    given["output"] = str(tmp_path / "b")
+    result = study.find(audit_of("../llama", tmp_path, adapter=(".",), **given))
+    assert list(result.values["models"]) == ["tuned"] and result.content["inputs"]["parameters"]["adapter"] == ["tuned"]
+
+
+def test_an_adapter_may_be_called_baseline(tmp_path):
+    backbone, folder = saved("tiny-llama", tmp_path / "model")
+    adapter = random_adapter(backbone, ["q_proj"], tmp_path / "baseline")
+    result = study.find(audit_of(folder, tmp_path, adapter=(str(adapter),), n_decoys=0))
+    asked = result.content["inputs"]["models"]
+    assert asked["baseline"]["kind"] == "stacked" and asked["/baseline"]["kind"] == "alone"
+    assert result.values["models"]["baseline"]["mean_change"] != 0
+
+
+def test_two_canaries_of_one_prompt_are_noted(tmp_path):
+    rows = [*OWN, OWN[0] | {"id": "twin", "secret": "99120011"}]
+    result = study.find(audit_of("tiny-llama", tmp_path, rows, n_decoys=0))
+    (note,) = result.values["notes"]
+    assert note.startswith("canaries 'digits' and 'twin' have one prompt: greedy decoding gives one answer to both")
+    assert f"note: {note}" in study.told(result)
+
+
 def test_a_baseline_may_be_another_model_of_the_same_tokenizer(tmp_path):
     backbone, folder = saved("tiny-llama", tmp_path / "model")
     _, other = saved("tiny-llama", tmp_path / "earlier")
@@ -495,6 +537,23 @@ def test_ranks_decide_only_where_something_makes_them_comparable():
     assert stated["p_value"] == pytest.approx(analysis.rank_sum_p(np.array([1, 2, 1, 3]), np.full(4, 31)))
 
 
+def test_a_change_of_format_says_which_way_it_went():
+    summary = {"change": {"verdict": "format only"}, "probes": {"hex": {"verdict": "damaged"}}}
+    assert report.changed(summary) == "format, not secret: the NLL of secrets rose, and their decoys' with it"
+    summary["probes"]["hex"]["verdict"] = "strengthened"
+    assert report.changed(summary) == "format, not secret: the NLL of secrets fell, and their decoys' with it"
+    assert report.changed({"change": {"verdict": "unchanged"}, "probes": {}}) == "unchanged"
+
+
+def test_the_two_levels_at_which_ranks_count_are_both_told():
+    rules_ = analysis.audit_rules(study.rules.load_verdicts(), (20,))
+    alone = table_of([1], 19)  # named at 1/20, which is no evidence of the group: it is above 0.025
+    assert analysis.with_verdicts(alone, 0.04, 20).verdict.tolist() == ["named by rank"]
+    evidence = analysis.rank_evidence(alone, rules_)
+    assert evidence["answer"] == "chance" and report._ranks(evidence).endswith("p = 0.05, low at 0.025 or less")
+    assert "5 % over all canaries" in report.HOLM and "mean rank is tested at 2.5 %" in report.HOLM
+
+
 @pytest.mark.parametrize(
     ("window", "secret", "expected"),
     [
@@ -582,6 +641,10 @@ def test_decoys_of_ones_own_come_from_a_file_or_a_function(encoder, tmp_path, mo
         assert {row.canary.secret for row in found} == expected
     made = decoys.draw(encoder, Source("mine:make"), item("blue horse"), 9, seed=0).decoys.rows[1:]
     assert len(made) == 9
+    for name in ("empty.txt", "empty.jsonl"):
+        (tmp_path / name).write_text("\n\n")
+        with pytest.raises(DecoyError, match=f"{name} holds none; expected a secret on every line"):
+            Source(str(tmp_path / name))
     with pytest.raises(DecoyError, match="'mine:other' cannot be imported"):
         Source("mine:other")
 
@@ -632,6 +695,19 @@ def test_a_decoy_function_may_go_on_for_ever_and_its_module_may_not_break(encode
         Source("broken:make")
 
 
+def test_decoys_that_are_fewer_than_asked_for_are_told(tmp_path):
+    each = [{"id": "digits", "secret": s} for s in ("11112222", "33334444", "48213377")] + [
+        {"id": "hex", "secret": "ab"}
+    ]
+    source = str(lines(tmp_path / "each.jsonl", [*each, {"id": "other", "secret": "xyz"}]))
+    notes = study.find(audit_of("tiny-llama", tmp_path, decoys=source)).values["notes"]
+    assert notes == [
+        "2 of 4 canaries have no decoys, 'words' first, and so no exposure and no rank: `each.jsonl` gives none but "
+        "planted secrets, or what the canary's own text holds",
+        "7 decoys a canary were asked for and 1 to 2 taken: exposure ends at 1.00 to 1.58 bits",  # log2 of 2 and of 3
+    ]
+
+
 # --- what is there already --------------------------------------------------------------------------------------------
 
 
@@ -651,6 +727,31 @@ def test_no_file_of_the_users_own_is_replaced(tmp_path, monkeypatch):
     own.rename(tmp_path / "mine" / "own.csv")
     study.find(audit_of(folder, tmp_path, canaries=str(tmp_path / "mine" / "own.csv"), **given))
     assert study.find(audit_of(folder, tmp_path, canaries=str(tmp_path / "mine" / "own.csv"), **given)).values
+
+
+def test_a_report_that_was_cut_short_is_finished_by_running_again(tmp_path, monkeypatch):
+    params, copy = audit_of("tiny-llama", tmp_path, n_decoys=0), shutil.copyfile
+    placed = []
+
+    def killed(source, target):
+        if len(placed) == 2:
+            raise KeyboardInterrupt
+        placed.append(copy(source, target))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copyfile", killed)
+        with pytest.raises(KeyboardInterrupt):
+            study.find(params)
+    there = sorted(path.name for path in (tmp_path / "audit").iterdir())
+    assert there == [study.CANARIES, study.TOKENS]
+    page = tmp_path / "audit" / study.PAGE
+    page.write_text("the user's own")
+    with pytest.raises(AuditError, match="report.html is there, and would be replaced"):
+        study.find(params)
+    page.unlink()
+    study.find(params)
+    assert results.read_result(tmp_path / "audit", study.RECORD).values["rows"] == 4
+    assert not (tmp_path / "audit-parts" / "report").exists()
 
 
 def test_an_output_where_no_folder_can_be_is_refused_before_any_scoring(tmp_path, monkeypatch):
@@ -737,6 +838,7 @@ def test_whatever_comes_from_a_file_is_escaped_in_the_page(tmp_path):
         ({"windows": [20, 20]}, "windows: got .20, 20., expected at least one number, each once"),
         ({"windows": []}, "windows: got .., expected at least one number"),
         ({"n_decoys": -1}, "n_decoys: got -1, expected at least 0"),
+        ({"model": "m", "canaries": "c", "n_decoys": 32_769}, "n_decoys: got 32769, expected at most 32768"),
         ({"decoys": "best"}, "decoys: got 'best', expected 'characters', 'words', a .txt"),
         ({"template": "alpaca"}, "template: got 'alpaca'"),
         ({"scale": "huge"}, "scale: got 'huge', expected one of laptop, paper, smoke"),
@@ -1039,7 +1141,11 @@ def test_the_commands_plant_and_say_what_decoys_can_tell(tmp_path):
     check = run("check-canaries", file, training, "--model", "tiny-llama")
     assert check.exit_code == 1 and "empty: line 4 cannot be audited: the secret is ' '" in check.output
     assert "1 of 4 canaries" in check.output
-    assert "31 decoys a canary: exposure ends at 5.00 bits" in settings.cost_of(settings.QUICK)
+    said = (
+        "Up to 31 decoys a canary: exposure ends at 5.00 bits at most, and a canary can be named by its rank among at"
+    )
+    assert f"{said} most 1;" in settings.cost_of(settings.QUICK)  # 0.05 * 32 = 1.6
+    assert "2.00 bits at most, and no canary can be named by its rank; a group" in settings.cost_of(3)
     assert settings.numbers("hits", "1, 4") == (1, 4)
     with pytest.raises(ConfigError, match="hits: got 'x', expected whole numbers above 0"):
         settings.numbers("hits", "1,x")

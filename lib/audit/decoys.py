@@ -5,7 +5,7 @@ import dataclasses
 import importlib
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +14,14 @@ import numpy as np
 from lib.audit import formats
 from lib.audit.formats import Format
 from lib.audit.reader import Item, is_unicode
+from lib.audit.settings import MOST
 from lib.canaries import Canary, CanaryError, secret_spans
 from lib.encoding import Encoded, Encoder
 from lib.errors import cut, shown
 from lib.exposure import DecoySet
 from lib.files import decoded, read_json_lines, sha256
 
-CHUNK, CHUNKS = 256, 128  # candidates tokenised at a time, and how often for one canary
+CHUNK, CHUNKS = 256, MOST // 256  # candidates tokenised at a time, and how often for one canary
 PATIENCE = 8  # chunks after which the search ends if all of them would not give enough
 Generator = Callable[[str, int, np.random.Generator], Sequence[str]]
 
@@ -61,8 +62,10 @@ class Source:
         if decoys.endswith(".txt"):
             self._pool = [line.strip() for line in decoded(Path(decoys), "decoy", DecoyError).splitlines()]
             self._pool = list(dict.fromkeys(filter(None, self._pool)))
+            _refuse_empty(decoys, self._pool)
         elif decoys.endswith(".jsonl"):
             self._by_id = _by_id(Path(decoys))
+            _refuse_empty(decoys, self._by_id)
         elif not self.states_p_values:
             self._function = _imported(decoys)
 
@@ -114,6 +117,11 @@ class Source:
         raise DecoyError(
             f"decoys: the generator gave the one text {shown(given)} for {shown(secret)}, expected a list of texts"
         )
+
+
+def _refuse_empty(name: str, found: Collection[str]) -> None:
+    if not found:
+        raise DecoyError(f"decoys: {name} holds none; expected a secret on every line")
 
 
 def _by_id(path: Path) -> dict[str, list[str]]:
