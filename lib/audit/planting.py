@@ -69,17 +69,7 @@ def write(
     if template == "plain":
         canaries = [c if c.preamble[:1].isspace() else replace(c, preamble=f" {c.preamble}") for c in canaries]
     train = [_example(canaries[i], template) for i in order]
-    records = [
-        {
-            "id": c.id,
-            "prompt": c.prompt,
-            "prefix": c.preamble,
-            "secret": c.secret,
-            "suffix": c.suffix,
-            "generator": spec,
-        }
-        for c in canaries
-    ]
+    records = [_record(canary, spec) for canary in canaries]
     texts = {
         name: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
         for name, rows in {CANARIES: records, TRAINING: train}.items()
@@ -89,6 +79,12 @@ def write(
     for name, text in texts.items():
         with building(folder / name) as unfinished:
             unfinished.write_bytes(text)
+
+
+def _record(canary: Canary, spec: str) -> dict[str, str]:
+    """A canary as a line of the file that the audit reads."""
+    parts = {"prefix": canary.preamble, "secret": canary.secret, "suffix": canary.suffix}
+    return {"id": canary.id, "prompt": canary.prompt} | parts | {"generator": spec}
 
 
 def _refuse_unreadable(records: Iterable[Mapping[str, str]]) -> None:
