@@ -135,12 +135,13 @@ def plan(params: Audit) -> Plan:
 def _refuse_twice(audited: Sequence[Asked]) -> None:
     seen: dict[str, Path] = {}
     for asked in audited:
-        first = seen.setdefault(str(asked.identity()), asked.adapter)
-        if first != asked.adapter:
+        identity = str(asked.identity())
+        if identity in seen:
             raise AuditError(
-                f"adapter: {asked.adapter} holds the same matrices and configuration as {first}; "
+                f"adapter: {asked.adapter} holds the same matrices and configuration as {seen[identity]}; "
                 "expected every adapter once"
             )
+        seen[identity] = asked.adapter
 
 
 def _baseline(params: Audit, own: tuple[str, str], name: str) -> Asked | None:
