@@ -310,7 +310,9 @@ def test_one_adapter_under_two_names_is_refused(tmp_path, monkeypatch):
     shutil.copytree(adapter, tmp_path / "copy")
     monkeypatch.setattr(models, "load", None)
     for other in (f"{adapter}/", f"{tmp_path}/model/../random", str(tmp_path / "copy")):
-        with pytest.raises(AuditError, match=f"{other.rstrip('/')} holds the same matrices and configuration as {adapter}"):
+        with pytest.raises(
+            AuditError, match=f"{other.rstrip('/')} holds the same matrices and configuration as {adapter}"
+        ):
             study.find(audit_of(folder, tmp_path, adapter=(str(adapter), other)))
 
 
