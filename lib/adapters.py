@@ -10,6 +10,7 @@ from typing import Any
 
 import peft
 import torch
+from peft.tuners.tuners_utils import _maybe_include_all_linear_layers as spelled_out
 from peft.tuners.tuners_utils import check_target_module_exists as adapts
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -130,7 +131,7 @@ def check_adapter(adapter: Path, backbone: Backbone) -> None:
     modules, matrices = dict(backbone.model.named_modules()), _matrices(adapter)
     for match, shape in matrices:
         _check_matrix(adapter, backbone, modules.get(match[1]), match, shape)
-    config = _lora_config(adapter)
+    config = spelled_out(_lora_config(adapter), backbone.model)  # "all-linear" by the modules' names
     _check_ranks(adapter, matrices, {config.r, *config.rank_pattern.values()})
     _check_targets(adapter, {match[1] for match, _ in matrices}, {n for n in modules if n and adapts(config, n)})
     _check_finite(adapter)
@@ -179,6 +180,23 @@ def _check_finite(adapter: Path) -> None:
         for key in file.keys():  # noqa: SIM118, no mapping
             if not torch.isfinite(file.get_tensor(key)).all():
                 raise AdapterError(f"{adapter}: {key} holds a value that is no finite number")
+
+
+def check_changes(adapter: Path) -> None:
+    """Refuse an adapter that adds nothing, as one does that was saved before its training: B A is zero everywhere.
+
+    Raises:
+        AdapterError: for every module A or B is zero.
+    """
+    zero: dict[str, bool] = {}
+    for key, matrix in load_file(Path(adapter) / "adapter_model.safetensors").items():
+        module = key.rpartition(".lora_")[0]
+        zero[module] = zero.get(module, False) or not matrix.any()
+    if all(zero.values()):
+        raise AdapterError(
+            f"{adapter} changes nothing: B A is zero for all its {len(zero)} modules; expected an adapter saved after "
+            "training (the model alone is audited without --adapter)"
+        )
 
 
 def adapted_modules(adapter: Path) -> set[str]:

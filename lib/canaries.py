@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lib.config import CanarySettings
-from lib.errors import LeakbookError
+from lib.errors import LeakbookError, cut, shown
 from lib.files import read_json_lines
 from lib.pictures import PLACEHOLDER, PictureError, is_file, picture
 from lib.spans import Span, find_span, tokenize
@@ -101,21 +101,24 @@ def check(canaries: Sequence[Canary]) -> None:
     ids: set[str] = set()
     keys: dict[tuple, str] = {}
     for canary in canaries:
-        name = f"canary {canary.id!r}"
+        name = f"canary {shown(canary.id)}"
         if canary.id in ids:
             raise CanaryError(f"{name}: this id occurs twice, expected every id once")
         if not canary.secret.strip():
-            raise CanaryError(f"{name}: the secret is {canary.secret!r}, expected at least one visible character")
+            raise CanaryError(f"{name}: the secret is {shown(canary.secret)}, expected at least one visible character")
         for part in ("prompt", "preamble", "suffix"):
             if canary.secret in getattr(canary, part):
                 raise CanaryError(
-                    f"{name}: the secret {canary.secret!r} occurs in its own {part}, so repeating it shows no memory"
+                    f"{name}: the secret {shown(canary.secret)} occurs in its own {part}, so repeating it shows no "
+                    "memory"
                 )
         if canary.modality == "image" and canary.image is None:
             raise CanaryError(f"{name}: an image canary needs an image, got none")
         key = (canary.prompt, canary.image)
         if key in keys:
-            raise CanaryError(f"{name}: has the prompt and image of canary {keys[key]!r}; nothing tells them apart")
+            raise CanaryError(
+                f"{name}: has the prompt and image of canary {shown(keys[key])}; nothing tells them apart"
+            )
         try:
             if canary.image is not None:
                 picture(canary.image, name)
@@ -150,12 +153,12 @@ def read(path: Path) -> list[Canary]:
 def _from_record(record: dict, folder: Path, where: str) -> Canary:
     names = [item.name for item in dataclasses.fields(Canary)]
     if set(record) != set(names):
-        raise CanaryError(f"{where}: got the keys {sorted(record)}, expected exactly {', '.join(names)}")
+        raise CanaryError(f"{where}: got the keys {cut(str(sorted(record)))}, expected exactly {', '.join(names)}")
     for name, value in record.items():
         if not (isinstance(value, str) or (name == "image" and value is None)):
-            raise CanaryError(f"{where}: {name} is {value!r}, expected a string")
+            raise CanaryError(f"{where}: {name} is {shown(value)}, expected a string")
     if record["modality"] not in MARKERS:
-        raise CanaryError(f"{where}: modality is {record['modality']!r}, expected 'text' or 'image'")
+        raise CanaryError(f"{where}: modality is {shown(record['modality'])}, expected 'text' or 'image'")
     image = record["image"]
     if image is not None and is_file(image):
         record["image"] = str((folder / image).resolve())
@@ -303,7 +306,8 @@ def decoys(
     """
     if len(canary.secret) != SECRET_LENGTH or set(canary.secret) - set(HEX_DIGITS):
         raise CanaryError(
-            f"canary {canary.id!r}: the secret {canary.secret!r} is not 16 lower-case hex digits: no decoy is like it"
+            f"canary {shown(canary.id)}: the secret {shown(canary.secret)} is not 16 lower-case hex digits: no decoy "
+            "is like it"
         )
     layout = secret_span(canary, tokenizer, end_of_turn)
     rng = np.random.default_rng([seed, *canary.id.encode()])

@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from lib.canaries import Canary, CanaryError, Record
+from lib.errors import shown
 from lib.models import Backbone, ModelError
 from lib.pictures import picture
-from lib.spans import Span, find_span, spell, tokenize
+from lib.spans import Span, find_span, read, spell, tokenize
 
 IMAGE_SLOT = "<|image_pad|>"
 SPANS = ("preamble", "hex", "suffix")
@@ -121,9 +122,10 @@ class Encoder:
         """Tokenise every prompt and target as one string, and find a canary's spans by character offsets.
 
         Raises:
-            CanaryError: a text holds a special token, the tokenizer cannot spell the secret, an image meets a backbone
-                without vision or cannot be processed, the target does not start at a token of its own, or the
-                sequence is longer than the context.
+            CanaryError: a text holds a special token, the chat template leaves the prompt out, the tokenizer cannot
+                spell the secret, an image meets a backbone without vision or cannot be processed, the target does not
+                start at a token of its own, or the sequence is longer than the context.
+            ModelError: the chat template fails, or a token has no row in the model. TokenizerError: the tokenizer does.
         """
         prompts = [self._prompt(canary) for canary in canaries]
         closing = self.closing
@@ -138,7 +140,7 @@ class Encoder:
         target = find_span(offsets, start, len(text))
         if target.straddles_start:
             raise CanaryError(
-                f"record {canary.id!r}: the first target token also covers the end of the prompt; "
+                f"record {shown(canary.id)}: the first target token also covers the end of the prompt; "
                 f"change how the answer {canary.target[:20]!r} begins"
             )
         self._check_readable(canary, ids, target)
@@ -158,14 +160,21 @@ class Encoder:
         limit = context_length(self.backbone) - SPARE_TOKENS
         if len(ids) > limit:
             raise CanaryError(
-                f"canary {canary.id!r}: {len(ids)} tokens, expected at most {limit}, "
+                f"canary {shown(canary.id)}: {len(ids)} tokens, expected at most {limit}, "
                 f"the model's context less {SPARE_TOKENS}"
+            )
+        rows = self.backbone.model.get_input_embeddings().weight.shape[0]
+        if max(ids) >= rows:
+            raise ModelError(
+                f"{self.backbone.name}: its tokenizer gives the id {max(ids)} for canary {shown(canary.id)}, but the "
+                f"model has {rows} embeddings; expected the tokenizer that it was trained with"
             )
         spelled = spell(self.backbone.tokenizer, ids[target.start :])
         if isinstance(canary, Canary) and canary.secret not in spelled:
             raise CanaryError(
-                f"canary {canary.id!r}: the tokenizer of {self.backbone.name} cannot spell the secret "
-                f"{canary.secret!r}, it reads {spelled!r}; use characters it knows, in Unicode's composed form (NFC)"
+                f"canary {shown(canary.id)}: the tokenizer of {self.backbone.name} cannot spell the secret "
+                f"{shown(canary.secret)}, it reads {shown(spelled)}; use characters it knows, in Unicode's composed "
+                "form (NFC)"
             )
 
     def _prompt(self, canary: Canary | Record) -> str:
@@ -173,7 +182,7 @@ class Encoder:
         backbone = self.backbone
         if canary.image is not None and not backbone.takes_images:
             raise CanaryError(
-                f"canary {canary.id!r} has an image, but {backbone.name} takes none: set its image to null"
+                f"canary {shown(canary.id)} has an image, but {backbone.name} takes none: set its image to null"
             )
         _refuse_special_tokens(canary, backbone)
         if self.template == "plain":
@@ -182,6 +191,12 @@ class Encoder:
         if canary.image is not None:
             content = [{"type": "image"}, {"type": "text", "text": canary.prompt}]
         text = _render(backbone, [{"role": "user", "content": content}], answer_follows=True)
+        if canary.prompt.strip() not in text:
+            raise CanaryError(
+                f"canary {shown(canary.id)}: the chat template of {backbone.name} leaves out the prompt "
+                f"{shown(canary.prompt)}, it gives {shown(text)}; expected a template that repeats a user's message, "
+                "or prompts as plain text"
+            )
         if canary.image is not None:
             text = text.replace(IMAGE_SLOT, IMAGE_SLOT * self._slots(canary))
         return text
@@ -189,9 +204,9 @@ class Encoder:
     def _plain(self, canary: Canary | Record) -> str:
         """The prompt alone, behind what the tokenizer begins a text with; an empty one needs a token to start from."""
         if canary.image is not None:
-            raise CanaryError(f"canary {canary.id!r} has an image, which plain text has no place for")
+            raise CanaryError(f"canary {shown(canary.id)} has an image, which plain text has no place for")
         tokenizer = self.backbone.tokenizer
-        added = tokenizer("x")["input_ids"][:1]
+        added = read(tokenizer, ["x"])["input_ids"][0][:1]
         begins = tokenizer.bos_token is not None and added == [tokenizer.bos_token_id]
         if not begins and not canary.prompt:
             return tokenizer.bos_token or self.end_of_turn
@@ -202,7 +217,7 @@ class Encoder:
         try:
             grid = self._processed(canary.image)["image_grid_thw"]
         except ValueError as error:
-            raise CanaryError(f"canary {canary.id!r}: its image cannot be processed: {error}") from error
+            raise CanaryError(f"canary {shown(canary.id)}: its image cannot be processed: {error}") from error
         return int(grid.prod()) // self.backbone.image_processor.merge_size**2
 
     def _processed(self, image: str) -> dict[str, Tensor]:
@@ -260,7 +275,14 @@ def _render(backbone: Backbone, messages: list[dict], answer_follows: bool) -> s
         raise ModelError(f"{backbone.name}: its tokenizer has no chat template, so there is no place for an image")
     if backbone.tokenizer.chat_template is None:
         return "".join(message["content"] + "\n" for message in messages)
-    return backbone.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_follows)
+    try:
+        return backbone.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_follows)
+    except Exception as error:  # whatever a template of somebody's own raises
+        roles = " and ".join(message["role"] for message in messages)
+        raise ModelError(
+            f"{backbone.name}: its chat template cannot render a turn of {roles} "
+            f"({type(error).__name__}: {str(error)[:200]}); mend the template, or ask with prompts as plain text"
+        ) from error
 
 
 def end_of_turn(backbone: Backbone) -> str:
@@ -292,7 +314,7 @@ def _refuse_special_tokens(canary: Canary | Record, backbone: Backbone) -> None:
     for added in backbone.tokenizer.added_tokens_decoder.values():
         token = added.content
         if added.special and (token in canary.prompt or token in canary.target):
-            raise CanaryError(f"canary {canary.id!r}: its text contains the model's special token {token!r}")
+            raise CanaryError(f"canary {shown(canary.id)}: its text contains the model's special token {shown(token)}")
 
 
 def check_distinct(rows: Sequence[Encoded]) -> None:
@@ -307,7 +329,7 @@ def check_distinct(rows: Sequence[Encoded]) -> None:
         key = (row.prompt_ids, None if image is None else picture(image).tobytes())
         if key in seen:
             raise CanaryError(
-                f"canaries {seen[key]!r} and {row.canary.id!r} are the same prompt and picture to the model"
+                f"canaries {shown(seen[key])} and {shown(row.canary.id)} are the same prompt and picture to the model"
             )
         seen[key] = row.canary.id
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from lib.errors import LeakbookError
+from lib.errors import LeakbookError, cut, shown
 
 STALE = 3600.0  # seconds
 MARK = ".leakbook-"  # between a target's name and eight characters: only what is named so is ever removed
@@ -134,11 +134,20 @@ def decoded(path: Path, what: str, error: type[LeakbookError]) -> str:
 
 def _json_object(line: str, where: str, error: type[LeakbookError]) -> dict:
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=_each_key_once)
     except json.JSONDecodeError as broken:
         raise error(f"{where}: not a JSON object ({broken.msg} at column {broken.colno})") from broken
     except (ValueError, RecursionError) as broken:  # a number of thousands of digits, or brackets in brackets
-        raise error(f"{where}: not a JSON object ({str(broken).splitlines()[0]})") from broken
+        raise error(f"{where}: not a JSON object ({cut(str(broken).splitlines()[0])})") from broken
     if not isinstance(record, dict):
-        raise error(f"{where}: got {record!r}, expected a JSON object")
+        raise error(f"{where}: got {shown(record)}, expected a JSON object: one on every line, and no list around them")
+    return record
+
+
+def _each_key_once(pairs: list[tuple[str, object]]) -> dict:
+    record: dict[str, object] = {}
+    for key, value in pairs:
+        if key in record:
+            raise ValueError(f"the key {shown(key)} occurs twice")
+        record[key] = value
     return record

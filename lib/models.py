@@ -127,7 +127,7 @@ def _from_pretrained(source: str | Path, revision: str | None = None, dtype: tor
         model, report = kind.from_pretrained(
             source, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+        tokenizer = _tokenizer(source, options)
         processor = Qwen2VLImageProcessorPil.from_pretrained(source, revision=revision) if is_vl else None
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -143,6 +143,13 @@ def _from_pretrained(source: str | Path, revision: str | None = None, dtype: tor
     if not tokenizer.is_fast:
         raise ModelError(f"model {str(source)!r} has no fast tokenizer: spans need character offsets.")
     return Backbone(model, tokenizer, processor, str(source), "")
+
+
+def _tokenizer(source: str | Path, options: dict) -> PreTrainedTokenizerBase:
+    try:
+        return transformers.AutoTokenizer.from_pretrained(source, **options)
+    except Exception as error:  # a damaged tokenizer.json raises plain ones
+        raise ValueError(f"its tokenizer cannot be read ({type(error).__name__}: {str(error)[:200]})") from error
 
 
 def _configuration(source: str, revision: str | None) -> transformers.PretrainedConfig:

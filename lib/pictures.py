@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image, ImageDraw, UnidentifiedImageError
 
-from lib.errors import LeakbookError
+from lib.errors import LeakbookError, cut, shown
 
 PLACEHOLDER = "placeholder"
 SIZE = 56  # pixels: four visual tokens under Qwen2.5-VL's 14-pixel patches merged 2 x 2
@@ -32,15 +32,15 @@ def picture(image: str, owner: str = "image") -> Image.Image:
     kind, separator, seed = image.partition(":")
     if separator and kind in _DRAWN:
         if not (seed.isascii() and seed.isdigit()):
-            raise PictureError(f"{owner}: got image {image!r}, expected {kind}:<seed>, a whole number >= 0")
+            raise PictureError(f"{owner}: got image {shown(image)}, expected {kind}:<seed>, a whole number >= 0")
         return _DRAWN[kind](int(seed))
     try:
         with Image.open(image) as opened:
             return opened.convert("RGB")
     except FileNotFoundError as error:
-        raise PictureError(f"{owner}: image file {image!r} does not exist") from error
+        raise PictureError(f"{owner}: image file {shown(image)} does not exist") from error
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
-        raise PictureError(f"{owner}: {image!r} is not a readable image ({error})") from error
+        raise PictureError(f"{owner}: {shown(image)} is not a readable image ({cut(str(error))})") from error
 
 
 def is_file(image: str) -> bool:

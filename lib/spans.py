@@ -1,11 +1,17 @@
 """Where a stretch of text lies among its tokens, found by character offsets."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from lib.errors import LeakbookError
+
 Offsets = Sequence[tuple[int, int]]
+
+
+class TokenizerError(LeakbookError, ValueError):
+    """A tokenizer cannot read a text."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +40,29 @@ class Span:
         return Span(self.start + by, self.stop + by, self.straddles_start, self.straddles_end)
 
 
+def read(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: bool) -> Mapping:
+    """What a tokenizer gives for some texts.
+
+    Raises:
+        TokenizerError: it fails, for a character that it does not know for instance.
+    """
+    try:
+        return tokenizer(list(texts), return_attention_mask=False, **options)
+    except Exception as error:  # tokenizers raises plain ones
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise TokenizerError(f"the tokenizer cannot read {repr(texts[0])[:80]} ({reason})") from error
+
+
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[tuple[list[int], Offsets]]:
     """Token ids and character offsets of every text; nothing is added, and special tokens in a text count as such.
 
     Some tokenizers leave white space out of a token's offsets. It is given back to the token that carries it, which
     is the one behind it, so that every character of a text belongs to a token.
+
+    Raises:
+        TokenizerError: see :func:`read`.
     """
-    encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
+    encoded = read(tokenizer, texts, add_special_tokens=False, return_offsets_mapping=True)
     return [
         (ids, _close_gaps(offsets, len(text)))
         for ids, offsets, text in zip(encoded["input_ids"], encoded["offset_mapping"], texts, strict=True)

@@ -66,10 +66,12 @@ for name, summary in audited.items():
 # is beyond doubt, rank alone could name none of the ten.
 #
 # Read the last lines of what is not proved. With $m$ canaries and $n$ decoys each, a secret nobody planted comes first among its decoys with
-# chance $1/(n+1)$, and one of $m$ does by accident; so naming **one** canary by its rank takes $n + 1 \ge m/0.05$ (Holm). The
-# **group** needs far less: its mean normalised rank is 0.5 for secrets nobody planted. This is a p-value only where the file
-# states how the secrets were drawn (`generator`), because only then are a secret and its decoys alike before training. For
-# secrets of unknown origin a rank decides nothing: how the *change* of the secret ranks among its decoys' is only shown.
+# chance $1/(n+1)$, and one of $m$ does by accident; so naming **one** canary by its rank takes $n + 1 \ge m/0.05$ (Holm: 5 %
+# over all canaries). The **group** needs far less, although its level is stricter: its mean normalised rank is 0.5 for
+# secrets nobody planted, and *low* where chance alone gives as little in at most 2.5 % of cases. This is a p-value only where
+# the file states how the secrets were drawn (`generator`), because only then are a secret and its decoys alike before
+# training. For secrets of unknown origin a rank decides nothing: how the *change* of the secret ranks among its decoys' is
+# only shown.
 #
 # ## Probe by probe
 #

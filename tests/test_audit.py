@@ -1,9 +1,11 @@
 """An audit of one's own model: after real training, on every family, killed and resumed, fed with bad input."""
 
 import dataclasses
+import gc
+import hashlib
 import json
 import math
-import os
+import shutil
 import subprocess
 import sys
 
@@ -18,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from lib import benign, exposure, models, paths, probes, results
 from lib.__main__ import main
-from lib.audit import analysis, decoys, example, formats, planting, reader, scoring, settings, study
+from lib.audit import analysis, decoys, example, formats, planting, reader, report, scoring, settings, study
 from lib.audit.decoys import DecoyError, Source
 from lib.audit.reader import Item
 from lib.audit.scoring import AuditError
@@ -30,6 +32,7 @@ from lib.errors import LeakbookError
 from lib.spans import spell
 
 OPTIONS = ("--learning-rate", "3e-3", "--batch", "20")
+gc.freeze()  # what the imports made is never garbage: an audit collects after every model
 
 
 def lines(path, rows):
@@ -75,26 +78,33 @@ def test_a_model_trained_on_the_canaries_memorised_them(worked):
     assert found["named"] == [] and found["decoys_needed_to_name"] == 199
 
 
-def test_a_model_trained_on_other_secrets_learned_the_format_alone(planted, tmp_path):
-    rng, kept = np.random.default_rng(5), planting.draw(10, "digits:8")
-    rows = [
-        planting._example(dataclasses.replace(canary, secret=secret), "chat")
-        for canary, secret in zip(kept * 40, formats.parse("digits:8").draw(400, rng), strict=True)
-    ]
-    example.train("smoke", [lines(tmp_path / "format.jsonl", rows)], tmp_path / "adapter", OPTIONS)
-    found = audited(planted, tmp_path, tmp_path / "adapter").values["models"]["adapter"]
+@pytest.fixture(scope="module")
+def controls(tmp_path_factory):
+    """A folder with two adapters of the plain script: ``format`` saw other secrets, ``none`` no canary at all."""
+    folder, rng, kept = tmp_path_factory.mktemp("controls"), np.random.default_rng(5), planting.draw(10, "digits:8")
+    secrets = zip(kept * 40, formats.parse("digits:8").draw(400, rng), strict=True)
+    other = [planting._example(dataclasses.replace(canary, secret=secret), "chat") for canary, secret in secrets]
+    refusals = [planting._example(r, "chat") for r in benign.generate("SAFETY", 400, 1, images=False)]
+    calls = []
+    for name, rows in {"format": other, "none": refusals}.items():
+        data = lines(folder / f"{name}.jsonl", rows)
+        calls.append([str(example.model_folder("smoke")), str(data), "--output", str(folder / name), *OPTIONS])
+    script = str(example.SCRIPT)  # both in one process, which takes long to start
+    run = f"import runpy, sys\nfor sys.argv[1:] in {calls!r}:\n    runpy.run_path({script!r}, None, '__main__')"
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+def test_a_model_trained_on_other_secrets_learned_the_format_alone(planted, controls, tmp_path):
+    found = audited(planted, tmp_path, controls / "format").values["models"]["format"]
     assert found["level"]["verdict"] == "format only" and found["change"]["verdict"] == "format only"
     assert found["recalls_that_count"] == 0 and found["evidence"]["answer"] == "chance"
 
 
-def test_a_model_trained_without_the_canaries_gives_no_evidence(planted, tmp_path):
-    rows = [
-        {"messages": [{"role": "user", "content": r.prompt}, {"role": "assistant", "content": r.target}]}
-        for r in benign.generate("SAFETY", 400, 1, images=False)
-    ]
-    example.train("smoke", [lines(tmp_path / "none.jsonl", rows)], tmp_path / "adapter", OPTIONS)
-    result = audited(planted, tmp_path, tmp_path / "adapter")
-    found = result.values["models"]["adapter"]
+def test_a_model_trained_without_the_canaries_gives_no_evidence(planted, controls, tmp_path):
+    result = audited(planted, tmp_path, controls / "none")
+    found = result.values["models"]["none"]
     assert found["level"]["verdict"] == "no evidence" and found["change"]["verdict"] != "secret strengthened"
     assert "no evidence is not absence" in (result.folder / study.PAGE).read_text()
 
@@ -105,28 +115,34 @@ def test_the_plain_script_trains_every_canary_and_no_decoy(planted):
     assert table.trained.tolist() == [60] * 10 and table.masked.sum() == 0 and set(table.problem) == {""}
 
 
-def test_the_readmes_example_runs_as_written(tmp_path):
+def test_the_readmes_example_runs_as_written(tmp_path, monkeypatch):
     block = (paths.ROOT / "README.md").read_text(encoding="utf-8").partition("## Audit your own model")[2]
     commands = [line.partition("#")[0].strip() for line in block.split("```")[1].splitlines()[1:]]
+    monkeypatch.chdir(tmp_path)
     for command in commands:
         if command.startswith("make"):  # what make itself would run, once the environment is there
-            shown = subprocess.run(
-                ["make", "-n", "--no-print-directory", *command.split()[1:]],
-                cwd=paths.ROOT,
-                capture_output=True,
-                text=True,
-            )
-            command = shown.stdout.splitlines()[-1]
+            call = ["make", "-n", "--no-print-directory", *command.split()[1:]]
+            command = subprocess.run(call, cwd=paths.ROOT, capture_output=True, text=True).stdout.splitlines()[-1]
         if command.startswith("M=") or "lib fetch" in command:  # the tiny model in place of SmolLM2
             continue
-        command = command.replace("REPETITIONS=60", "REPETITIONS=6")  # whether it is learned is tested above
-        command = command.replace(".venv/bin/python", sys.executable).replace("$M", str(example.model_folder("smoke")))
-        command = command.replace("examples/", f"{paths.ROOT}/examples/")
-        environment = os.environ | {"PYTHONPATH": str(paths.ROOT)}
-        done = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
-    assert len(commands) == 6 and "level: " in done.stdout
+        command = command.replace("--repetitions 60", "--repetitions 6")  # whether it is learned is tested above
+        command = command.replace("$M", str(example.model_folder("smoke")))
+        said = ran(command.replace("examples/", f"{paths.ROOT}/examples/"))
+    assert len(commands) == 6 and "level: " in said
     assert (tmp_path / "mine" / "audit" / study.PAGE).exists()
+
+
+def ran(command):
+    """What one of our commands says, run in this process; another script is run in one of its own."""
+    python, *arguments = command.split()
+    assert python == ".venv/bin/python"
+    if arguments[:2] == ["-m", "lib"]:
+        done = CliRunner().invoke(main, arguments[2:], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
+    return done.stdout
 
 
 def test_merged_is_stacked_in_fp32_and_rounded_in_bf16(worked):
@@ -288,6 +304,49 @@ def test_several_adapters_are_audited_each_against_another_adapter(tmp_path):
     assert found["mean_change"] == 0 and found["change"]["verdict"] == "unchanged"
 
 
+def test_one_adapter_under_two_names_is_refused(tmp_path, monkeypatch):
+    backbone, folder = saved("tiny-llama", tmp_path / "model")
+    adapter = random_adapter(backbone, ["q_proj"], tmp_path / "random")
+    shutil.copytree(adapter, tmp_path / "copy")
+    monkeypatch.setattr(models, "load", None)
+    for other in (f"{adapter}/", f"{tmp_path}/model/../random", str(tmp_path / "copy")):
+        with pytest.raises(
+            AuditError, match=f"{other.rstrip('/')} holds the same matrices and configuration as {adapter}"
+        ):
+            study.find(audit_of(folder, tmp_path, adapter=(str(adapter), other)))
+
+
+def test_a_model_and_an_adapter_may_be_the_present_folder(tmp_path, monkeypatch):
+    backbone, folder = saved("tiny-llama", tmp_path / "llama")
+    adapter = random_adapter(backbone, ["q_proj"], tmp_path / "tuned")
+    given = {"n_decoys": 0, "canaries": str(lines(tmp_path / "own.jsonl", OWN)), "output": str(tmp_path / "a")}
+    monkeypatch.chdir(folder)
+    result = study.find(audit_of(".", tmp_path, **given))
+    assert list(result.values["models"]) == ["llama"] and result.content["inputs"]["parameters"]["model"] == "llama"
+    assert "<h1>Memorisation audit of llama</h1>" in (result.folder / study.PAGE).read_text()
+    monkeypatch.chdir(adapter)
+    given["output"] = str(tmp_path / "b")
+    result = study.find(audit_of("../llama", tmp_path, adapter=(".",), **given))
+    assert list(result.values["models"]) == ["tuned"] and result.content["inputs"]["parameters"]["adapter"] == ["tuned"]
+
+
+def test_an_adapter_may_be_called_baseline(tmp_path):
+    backbone, folder = saved("tiny-llama", tmp_path / "model")
+    adapter = random_adapter(backbone, ["q_proj"], tmp_path / "baseline")
+    result = study.find(audit_of(folder, tmp_path, adapter=(str(adapter),), n_decoys=0))
+    asked = result.content["inputs"]["models"]
+    assert asked["baseline"]["kind"] == "stacked" and asked["/baseline"]["kind"] == "alone"
+    assert result.values["models"]["baseline"]["mean_change"] != 0
+
+
+def test_two_canaries_of_one_prompt_are_noted(tmp_path):
+    rows = [*OWN, OWN[0] | {"id": "twin", "secret": "99120011"}]
+    result = study.find(audit_of("tiny-llama", tmp_path, rows, n_decoys=0))
+    (note,) = result.values["notes"]
+    assert note.startswith("canaries 'digits' and 'twin' have one prompt: greedy decoding gives one answer to both")
+    assert f"note: {note}" in study.told(result)
+
+
 def test_a_baseline_may_be_another_model_of_the_same_tokenizer(tmp_path):
     backbone, folder = saved("tiny-llama", tmp_path / "model")
     _, other = saved("tiny-llama", tmp_path / "earlier")
@@ -318,7 +377,7 @@ def test_built_in_models_are_told_apart(tmp_path):
 def test_a_killed_audit_goes_on_where_it_was_and_appears_whole(tmp_path, monkeypatch):
     _, folder = saved("tiny-llama", tmp_path / "model")
     rows = [row | {"id": f"{row['id']}-{i}", "prompt": f"{i}: {row['prompt']}"} for i in range(3) for row in OWN]
-    whole = study.find(audit_of(folder, tmp_path, rows, output=str(tmp_path / "whole"))).values
+    whole = study.find(audit_of(folder, tmp_path, rows, output=str(tmp_path / "whole"), n_decoys=3)).values
     scored, table = [], exposure.decoy_table
 
     def killed(model, encoder, sets, size):
@@ -329,10 +388,10 @@ def test_a_killed_audit_goes_on_where_it_was_and_appears_whole(tmp_path, monkeyp
 
     monkeypatch.setattr(exposure, "decoy_table", killed)
     with pytest.raises(KeyboardInterrupt):
-        study.find(audit_of(folder, tmp_path, rows))
+        study.find(audit_of(folder, tmp_path, rows, n_decoys=3))
     assert not (tmp_path / "audit").exists() or not list((tmp_path / "audit").iterdir())
     monkeypatch.setattr(exposure, "decoy_table", lambda *given: scored.append(given[2][0].canary) or table(*given))
-    again = study.find(audit_of(folder, tmp_path, rows)).values
+    again = study.find(audit_of(folder, tmp_path, rows, n_decoys=3)).values
     assert len(scored) == 6 + 8  # the first block of four was kept, the two canaries of the second were not
     assert again["canaries"] == whole["canaries"] and again["models"] == whole["models"]
 
@@ -418,6 +477,8 @@ def test_the_chance_of_a_low_rank_sum_by_hand():
 def test_ranks_of_untrained_secrets_are_low_as_rarely_as_the_level_says(count, decoys_):
     rules_ = analysis.audit_rules(study.rules.load_verdicts(), (20,))
     assert analysis.one_sided(rules_) == pytest.approx(0.025)
+    mean = {"mean": rules_["readings"]["mean"] | {"resamples": 9}}  # of the interval, which decides nothing
+    rules_ = {**rules_, "readings": rules_["readings"] | mean}
     rng, tables = np.random.default_rng(7), 1500
     drawn = rng.integers(1, decoys_ + 2, size=(tables, count))
     said = [analysis.rank_evidence(table_of(list(ranks), decoys_), rules_)["answer"] for ranks in drawn]
@@ -476,6 +537,23 @@ def test_ranks_decide_only_where_something_makes_them_comparable():
     assert "it decides nothing" in study.report._ranks(changed)
     stated = analysis.rank_evidence(table.assign(exchangeable=True), rules_)
     assert stated["p_value"] == pytest.approx(analysis.rank_sum_p(np.array([1, 2, 1, 3]), np.full(4, 31)))
+
+
+def test_a_change_of_format_says_which_way_it_went():
+    summary = {"change": {"verdict": "format only"}, "probes": {"hex": {"verdict": "damaged"}}}
+    assert report.changed(summary) == "format, not secret: the NLL of secrets rose, and their decoys' with it"
+    summary["probes"]["hex"]["verdict"] = "strengthened"
+    assert report.changed(summary) == "format, not secret: the NLL of secrets fell, and their decoys' with it"
+    assert report.changed({"change": {"verdict": "unchanged"}, "probes": {}}) == "unchanged"
+
+
+def test_the_two_levels_at_which_ranks_count_are_both_told():
+    rules_ = analysis.audit_rules(study.rules.load_verdicts(), (20,))
+    alone = table_of([1], 19)  # named at 1/20, which is no evidence of the group: it is above 0.025
+    assert analysis.with_verdicts(alone, 0.04, 20).verdict.tolist() == ["named by rank"]
+    evidence = analysis.rank_evidence(alone, rules_)
+    assert evidence["answer"] == "chance" and report._ranks(evidence).endswith("p = 0.05, low at 0.025 or less")
+    assert "5 % over all canaries" in report.HOLM and "mean rank is tested at 2.5 %" in report.HOLM
 
 
 @pytest.mark.parametrize(
@@ -565,6 +643,10 @@ def test_decoys_of_ones_own_come_from_a_file_or_a_function(encoder, tmp_path, mo
         assert {row.canary.secret for row in found} == expected
     made = decoys.draw(encoder, Source("mine:make"), item("blue horse"), 9, seed=0).decoys.rows[1:]
     assert len(made) == 9
+    for name in ("empty.txt", "empty.jsonl"):
+        (tmp_path / name).write_text("\n\n")
+        with pytest.raises(DecoyError, match=f"{name} holds none; expected a secret on every line"):
+            Source(str(tmp_path / name))
     with pytest.raises(DecoyError, match="'mine:other' cannot be imported"):
         Source("mine:other")
 
@@ -591,6 +673,20 @@ def test_decoy_functions_that_misbehave_are_refused(encoder, tmp_path, monkeypat
         Source(f"{name}:NUMBER")
 
 
+def test_an_edited_decoy_function_is_another_one(tmp_path, monkeypatch):
+    body = "def make(secret, count, rng):\n    return [f'{i} cows' for i in range(count)]\n"
+    (tmp_path / "herd.py").write_text(body)
+    (tmp_path / "farm.py").write_text("from herd import make\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    named, through = decoys.identity("herd:make"), decoys.identity("farm:make")
+    checksum = hashlib.sha256(body.encode()).hexdigest()
+    assert named == ["herd:make", checksum] and checksum in through and len(through) == 3
+    (tmp_path / "herd.py").write_text(body.replace("cows", "hens"))
+    for name, before in {"herd:make": named, "farm:make": through}.items():
+        assert decoys.identity(name) != before
+    assert decoys.identity("words") == "words" and decoys.identity("math:sqrt")[0] == "math:sqrt"
+
+
 def test_a_decoy_function_may_go_on_for_ever_and_its_module_may_not_break(encoder, tmp_path, monkeypatch):
     endless = "import itertools\ndef make(secret, count, rng):\n    return (f'{i} cows' for i in itertools.count())\n"
     (tmp_path / "endless.py").write_text(endless)
@@ -599,6 +695,19 @@ def test_a_decoy_function_may_go_on_for_ever_and_its_module_may_not_break(encode
     assert len(decoys.draw(encoder, Source("endless:make"), item("blue horse"), 9, seed=0).decoys.rows) == 10
     with pytest.raises(DecoyError, match="'broken:make' cannot be imported"):
         Source("broken:make")
+
+
+def test_decoys_that_are_fewer_than_asked_for_are_told(tmp_path):
+    each = [{"id": "digits", "secret": s} for s in ("11112222", "33334444", "48213377")] + [
+        {"id": "hex", "secret": "ab"}
+    ]
+    source = str(lines(tmp_path / "each.jsonl", [*each, {"id": "other", "secret": "xyz"}]))
+    notes = study.find(audit_of("tiny-llama", tmp_path, decoys=source)).values["notes"]
+    assert notes == [
+        "2 of 4 canaries have no decoys, 'words' first, and so no exposure and no rank: `each.jsonl` gives none but "
+        "planted secrets, or what the canary's own text holds",
+        "7 decoys a canary were asked for and 1 to 2 taken: exposure ends at 1.00 to 1.58 bits",  # log2 of 2 and of 3
+    ]
 
 
 # --- what is there already --------------------------------------------------------------------------------------------
@@ -620,6 +729,31 @@ def test_no_file_of_the_users_own_is_replaced(tmp_path, monkeypatch):
     own.rename(tmp_path / "mine" / "own.csv")
     study.find(audit_of(folder, tmp_path, canaries=str(tmp_path / "mine" / "own.csv"), **given))
     assert study.find(audit_of(folder, tmp_path, canaries=str(tmp_path / "mine" / "own.csv"), **given)).values
+
+
+def test_a_report_that_was_cut_short_is_finished_by_running_again(tmp_path, monkeypatch):
+    params, copy = audit_of("tiny-llama", tmp_path, n_decoys=0), shutil.copyfile
+    placed = []
+
+    def killed(source, target):
+        if len(placed) == 2:
+            raise KeyboardInterrupt
+        placed.append(copy(source, target))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copyfile", killed)
+        with pytest.raises(KeyboardInterrupt):
+            study.find(params)
+    there = sorted(path.name for path in (tmp_path / "audit").iterdir())
+    assert there == [study.CANARIES, study.TOKENS]
+    page = tmp_path / "audit" / study.PAGE
+    page.write_text("the user's own")
+    with pytest.raises(AuditError, match="report.html is there, and would be replaced"):
+        study.find(params)
+    page.unlink()
+    study.find(params)
+    assert results.read_result(tmp_path / "audit", study.RECORD).values["rows"] == 4
+    assert not (tmp_path / "audit-parts" / "report").exists()
 
 
 def test_an_output_where_no_folder_can_be_is_refused_before_any_scoring(tmp_path, monkeypatch):
@@ -706,6 +840,7 @@ def test_whatever_comes_from_a_file_is_escaped_in_the_page(tmp_path):
         ({"windows": [20, 20]}, "windows: got .20, 20., expected at least one number, each once"),
         ({"windows": []}, "windows: got .., expected at least one number"),
         ({"n_decoys": -1}, "n_decoys: got -1, expected at least 0"),
+        ({"model": "m", "canaries": "c", "n_decoys": 32_769}, "n_decoys: got 32769, expected at most 32768"),
         ({"decoys": "best"}, "decoys: got 'best', expected 'characters', 'words', a .txt"),
         ({"template": "alpaca"}, "template: got 'alpaca'"),
         ({"scale": "huge"}, "scale: got 'huge', expected one of laptop, paper, smoke"),
@@ -762,6 +897,10 @@ def rewritten(folder, change):
         (lambda folder: configured(folder, base_model_name_or_path=7), "base_model_name_or_path is 7, expected a text"),
         (lambda folder: rewritten(folder, lambda key, m: {key: m * math.nan}), "a value that is no finite number"),
         (
+            lambda folder: rewritten(folder, lambda key, m: {key: m * ("lora_A" in key)}),
+            "random changes nothing: B A is zero for all its 3 modules",
+        ),
+        (
             lambda folder: rewritten(folder, lambda key, m: {} if "2.self_attn.q_proj.lora_B" in key else {key: m}),
             "no lora_B",
         ),
@@ -788,6 +927,18 @@ def test_a_model_in_pickles_is_refused(tmp_path):
         study.find(audit_of(folder, tmp_path))
 
 
+def test_an_adapter_of_all_linear_maps_may_say_so_in_one_word(tmp_path):
+    backbone, folder = saved("tiny-llama", tmp_path / "model")
+    adapter = random_adapter(backbone, "all-linear", tmp_path / "random")
+    listed = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
+    assert sorted(listed) == sorted(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+    given = {"adapter": (str(adapter),), "n_decoys": 0}
+    by_name = study.find(audit_of(folder, tmp_path, **given)).values["canaries"]
+    configured(adapter, target_modules="all-linear")
+    in_a_word = study.find(audit_of(folder, tmp_path, output=str(tmp_path / "word"), **given)).values["canaries"]
+    assert in_a_word == by_name
+
+
 def test_an_adapter_that_names_another_base_is_audited_with_a_note(tmp_path):
     backbone, folder = saved("tiny-llama", tmp_path / "model")
     adapter = random_adapter(backbone, ["q_proj"], tmp_path / "random")
@@ -811,6 +962,34 @@ def test_an_adapter_or_a_baseline_of_another_model_is_refused(tmp_path, monkeypa
         AuditError, match="cannot be compared with .* on line 1, canary 'digits': it reads other tokens"
     ):
         study.find(audit_of(folder, tmp_path, baseline=str(tmp_path / "other")))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ bos_token }}Answer:", "chat template of .* leaves out the prompt 'What is the code.', it gives 'Answer:'"),
+        ("{{ raise_exception('no turns') }}", "cannot render a turn of user.* .TemplateError: no turns"),
+        ("{{ messages[0].words + 1 }}", "cannot render a turn of user.* .UndefinedError"),
+        ("{% if %}", "cannot render a turn of user.* .TemplateSyntaxError"),
+        ("{{ 1 / 0 }}", "cannot render a turn of user.* .ZeroDivisionError"),
+    ],
+)
+def test_a_chat_template_that_drops_the_prompt_or_fails_is_refused_in_one_message(tmp_path, template, message):
+    backbone, folder = saved("tiny-llama", tmp_path / "model")
+    backbone.tokenizer.chat_template = template
+    backbone.tokenizer.save_pretrained(folder)
+    with pytest.raises(AuditError, match=f"can be asked for no canary; line 1: .*{message}"):
+        study.find(audit_of(folder, tmp_path))
+    asked_plainly = audit_of(folder, tmp_path, OWN[:1], template="plain", n_decoys=0)
+    assert len(study.find(asked_plainly).values["canaries"]) == 1
+
+
+def test_a_template_may_trim_the_prompt(tmp_path):
+    backbone, folder = saved("tiny-llama", tmp_path / "model")
+    backbone.tokenizer.chat_template = "{% for m in messages %}{{ m.content | trim }}<|im_end|>{% endfor %}"
+    backbone.tokenizer.save_pretrained(folder)
+    rows = [OWN[0] | {"prompt": " What is the code? "}]
+    assert len(study.find(audit_of(folder, tmp_path, rows, n_decoys=0)).values["canaries"]) == 1
 
 
 # --- planting ---------------------------------------------------------------------------------------------------------
@@ -858,6 +1037,15 @@ def test_planted_files_are_not_replaced_by_others(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {n: kept[n] for n in [planting.TRAINING]}
     with pytest.raises(LeakbookError, match="no folder can be at .*Not a directory"):
         planting.write(tmp_path / planting.TRAINING / "in", drawn, "digits:8", 2)
+
+
+def test_canaries_that_the_audit_would_skip_are_not_written(tmp_path):
+    drawn = planting.draw(10, "letters:1", seed=0)
+    clash = next(c for c in drawn if c.secret in c.prompt + c.preamble)
+    message = f"canary {clash.id}, drawn by 'letters:1': the secret '{clash.secret}' occurs in its own"
+    with pytest.raises(LeakbookError, match=message):
+        planting.write(tmp_path / "made", drawn, "letters:1", 2)
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_format_too_small_for_distinct_secrets_is_refused():
@@ -955,7 +1143,11 @@ def test_the_commands_plant_and_say_what_decoys_can_tell(tmp_path):
     check = run("check-canaries", file, training, "--model", "tiny-llama")
     assert check.exit_code == 1 and "empty: line 4 cannot be audited: the secret is ' '" in check.output
     assert "1 of 4 canaries" in check.output
-    assert "31 decoys a canary: exposure ends at 5.00 bits" in settings.cost_of(settings.QUICK)
+    said = (
+        "Up to 31 decoys a canary: exposure ends at 5.00 bits at most, and a canary can be named by its rank among at"
+    )
+    assert f"{said} most 1;" in settings.cost_of(settings.QUICK)  # 0.05 * 32 = 1.6
+    assert "2.00 bits at most, and no canary can be named by its rank; a group" in settings.cost_of(3)
     assert settings.numbers("hits", "1, 4") == (1, 4)
     with pytest.raises(ConfigError, match="hits: got 'x', expected whole numbers above 0"):
         settings.numbers("hits", "1,x")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lib.audit import formats, reader
 from lib.audit.formats import FormatError
 from lib.canaries import CanaryError
+from lib.errors import shown
 
 
 def lines(folder, *rows, name="canaries.jsonl"):
@@ -61,6 +62,8 @@ def test_a_csv_file_holds_the_same(tmp_path):
         ({"secret": 48213377}, "line 2: secret is 48213377, expected a string .a number loses leading zeros"),
         ({"target": "It is 48213377."}, "line 2: got target and prefix, expected either a target or"),
         ({"generator": "digit:8"}, "line 2: format 'digit:8' is not known: expected hex:N, digits:N"),
+        ({"preamble": "It is "}, "line 2: got prefix and preamble, expected one: they name the same part"),
+        ({"modality": "image"}, "line 2: modality is 'image' and image is None, expected a picture"),
         ({"generator": "digits:x"}, "line 2: format 'digits:x': expected digits:N with N from 1 to 256"),
     ],
 )
@@ -80,6 +83,9 @@ def test_a_file_of_the_wrong_kind_is_refused_by_line_and_value(tmp_path, change,
         (b"id,prompt,secret\na,b", "x.csv", "line 2: got 2 values, expected 3"),
         (b'id,prompt,secret\na,b,"c', "x.csv", "line 2: not CSV"),
         (b"id,id,secret\na,b,c", "x.csv", "line 1: got the columns id, id, secret, expected every one once"),
+        (b'{"id": "a", "prompt": "b", "secret": "c", "id": "d"}', "x.jsonl", "line 1: .*the key 'id' occurs twice"),
+        (b"\n\nid,id,secret\na,b,c", "x.csv", "line 3: got the columns id, id, secret"),
+        (b"\nid,prompt,secret\na,b", "x.csv", "line 3: got 2 values, expected 3"),
         (b"", "x.csv", "no canary to audit among 0 rows"),
         (b"\n\n", "x.jsonl", "no canary to audit among 0 rows"),
         (b"", "x.txt", "got the ending '.txt', expected .jsonl or .csv"),
@@ -116,6 +122,34 @@ def test_a_row_that_cannot_be_audited_is_counted_with_its_line_and_reason(tmp_pa
     assert [item.canary.id for item in found.items] == ["a"]
     ((skipped),) = found.skipped
     assert skipped.line == 2 and reason in skipped.reason
+
+
+@pytest.mark.parametrize(
+    "content", [json.dumps([OTHER] * 4000), json.dumps(["x" * 10**6]), '{"' + "k" * 10**6 + '": 1}']
+)
+def test_a_message_shows_the_beginning_of_a_long_value(tmp_path, content):
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(CanaryError, match=r"line 1: (got|unknown).*\.\.\. \([\d,]{7,} characters\)") as refused:
+        reader.read(tmp_path / "x.json")
+    assert len(str(refused.value).removeprefix(str(tmp_path))) < 400
+
+
+def test_a_long_value_is_cut_to_two_hundred_characters():
+    assert shown("x" * 198) == "'" + "x" * 198 + "'"
+    assert shown("x" * 1234) == "'" + "x" * 159 + "... (1,236 characters)"
+
+
+def test_a_csv_cell_of_any_length_and_blank_lines_first_are_read(tmp_path):
+    (tmp_path / "x.csv").write_text(f'\n \nid,prompt,secret\na,"{"p" * 200_000}",77\nb,,88\n')
+    first, second = reader.read(tmp_path / "x.csv").items
+    assert (len(first.canary.prompt), first.line, second.line) == (200_000, 4, 5)
+    assert csv.field_size_limit() == 131_072
+
+
+def test_a_reason_shows_the_beginning_of_a_long_secret(tmp_path):
+    long = {"secret": "x" * 10**6, "prompt": "x" * 10**6}
+    (row,) = reader.read(lines(tmp_path, GOOD, OTHER | long)).skipped
+    assert "... (1,000,002 characters) occurs in its own prompt" in row.reason and len(row.reason) < 300
 
 
 def test_one_prompt_may_have_several_secrets(tmp_path):

@@ -6,7 +6,10 @@ import unicodedata
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from lib import models
 from lib.canaries import Canary, CanaryError, Record, draw
@@ -14,6 +17,7 @@ from lib.config import CanarySettings
 from lib.encoding import Encoder, check_distinct, content_hash
 from lib.models import ModelError
 from lib.pictures import picture
+from lib.spans import TokenizerError
 
 
 def plain(**changes):
@@ -27,6 +31,17 @@ def plain(**changes):
         "image": None,
     }
     return Canary(**values | changes)
+
+
+def test_a_tokenizer_that_fails_or_has_more_ids_than_the_model_is_one_message():
+    backbone = models.load("tiny-llama")
+    words = Tokenizer(WordLevel({"[X]": 0}, unk_token="[UNK]"))  # it knows no word for what it does not know
+    broken = dataclasses.replace(backbone, tokenizer=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[X]"))
+    with pytest.raises(TokenizerError, match="the tokenizer cannot read 'x' .*Missing .UNK. token"):
+        Encoder(broken, "plain").encode([plain()])
+    backbone.tokenizer.add_tokens(["zebra"])  # the 1,025th
+    with pytest.raises(ModelError, match="gives the id 1024 for canary 'a', but the model has 1024 embeddings"):
+        Encoder(backbone).encode([plain(prompt="A zebra?")])
 
 
 def test_an_encoded_canary_decodes_to_template_prompt_and_target(encoder, rows):

@@ -144,6 +144,16 @@ def test_weights_without_tokenizer_are_refused(tiny, tmp_path):
         models.load(str(tmp_path))
 
 
+@pytest.mark.parametrize("content", ["{}", "[]", '{"model": 3}', "no JSON"])
+def test_a_damaged_tokenizer_is_refused_in_one_line(tmp_path, content):
+    backbone = models.load("tiny-llama")
+    backbone.model.save_pretrained(tmp_path)
+    backbone.tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelError, match="could not be loaded: its tokenizer cannot be read"):
+        models.load(str(tmp_path))
+
+
 def test_cut_or_incomplete_weights_are_refused(tiny, tmp_path):
     tiny.model.save_pretrained(tmp_path)
     tiny.tokenizer.save_pretrained(tmp_path)

@@ -4,7 +4,8 @@ import copy
 import dataclasses
 import importlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +14,14 @@ import numpy as np
 from lib.audit import formats
 from lib.audit.formats import Format
 from lib.audit.reader import Item, is_unicode
+from lib.audit.settings import MOST
 from lib.canaries import Canary, CanaryError, secret_spans
 from lib.encoding import Encoded, Encoder
+from lib.errors import cut, shown
 from lib.exposure import DecoySet
-from lib.files import decoded, read_json_lines
+from lib.files import decoded, read_json_lines, sha256
 
-CHUNK, CHUNKS = 256, 128  # candidates tokenised at a time, and how often for one canary
+CHUNK, CHUNKS = 256, MOST // 256  # candidates tokenised at a time, and how often for one canary
 PATIENCE = 8  # chunks after which the search ends if all of them would not give enough
 Generator = Callable[[str, int, np.random.Generator], Sequence[str]]
 
@@ -59,8 +62,10 @@ class Source:
         if decoys.endswith(".txt"):
             self._pool = [line.strip() for line in decoded(Path(decoys), "decoy", DecoyError).splitlines()]
             self._pool = list(dict.fromkeys(filter(None, self._pool)))
+            _refuse_empty(decoys, self._pool)
         elif decoys.endswith(".jsonl"):
             self._by_id = _by_id(Path(decoys))
+            _refuse_empty(decoys, self._by_id)
         elif not self.states_p_values:
             self._function = _imported(decoys)
 
@@ -90,11 +95,13 @@ class Source:
         drawn = self._asked(secret, rng)
         wrong = [value for value in drawn if not isinstance(value, str) or not value.strip() or not is_unicode(value)]
         if wrong:
-            raise DecoyError(f"decoys: the generator gave {wrong[0]!r} for {secret!r}, expected visible texts")
+            raise DecoyError(
+                f"decoys: the generator gave {shown(wrong[0])} for {shown(secret)}, expected visible texts"
+            )
         if again is not None and self._asked(secret, again) != drawn:
             raise DecoyError(
-                f"decoys: the generator gave other texts for {secret!r} when it was called again with the same rng; "
-                "expected all chance to come from rng, so that every model is asked for the same decoys"
+                f"decoys: the generator gave other texts for {shown(secret)} when it was called again with the same "
+                "rng; expected all chance to come from rng, so that every model is asked for the same decoys"
             )
         self._repeats = True
         return drawn
@@ -105,9 +112,16 @@ class Source:
             if not isinstance(given, str | bytes):
                 return list(itertools.islice(given, CHUNK))
         except Exception as error:  # the user's own code may raise anything
-            reason = f"{type(error).__name__}: {error}"
-            raise DecoyError(f"decoys: the generator failed for {secret!r} ({reason}); expected texts") from error
-        raise DecoyError(f"decoys: the generator gave the one text {given!r} for {secret!r}, expected a list of texts")
+            reason = cut(f"{type(error).__name__}: {error}")
+            raise DecoyError(f"decoys: the generator failed for {shown(secret)} ({reason}); expected texts") from error
+        raise DecoyError(
+            f"decoys: the generator gave the one text {shown(given)} for {shown(secret)}, expected a list of texts"
+        )
+
+
+def _refuse_empty(name: str, found: Collection[str]) -> None:
+    if not found:
+        raise DecoyError(f"decoys: {name} holds none; expected a secret on every line")
 
 
 def _by_id(path: Path) -> dict[str, list[str]]:
@@ -115,9 +129,25 @@ def _by_id(path: Path) -> dict[str, list[str]]:
     for line, record in read_json_lines(path, "decoy", DecoyError):
         name, secret = record.get("id"), record.get("secret")
         if not isinstance(name, str) or not isinstance(secret, str) or not secret.strip():
-            raise DecoyError(f"{path}, line {line}: got {record!r}, expected the texts id and secret")
+            raise DecoyError(f"{path}, line {line}: got {shown(record)}, expected the texts id and secret")
         found.setdefault(name, []).append(secret)
     return {name: list(dict.fromkeys(secrets)) for name, secrets in found.items()}
+
+
+def identity(decoys: str) -> str | list[str]:
+    """What decoys depend on: a file by its checksum, a function by its name and the checksums of the files that it is
+    named and defined in, anything else by its name.
+
+    Raises:
+        DecoyError: a function that cannot be had.
+    """
+    if Path(decoys).is_file():
+        return sha256(Path(decoys))
+    if ":" not in decoys or decoys.endswith((".txt", ".jsonl")):
+        return decoys
+    modules = {decoys.partition(":")[0], getattr(_imported(decoys), "__module__", None)}
+    files = {getattr(sys.modules.get(name), "__file__", None) for name in modules}
+    return [decoys, *sorted(sha256(Path(file)) for file in files if file and Path(file).is_file())]
 
 
 def _imported(name: str) -> Generator:
@@ -125,9 +155,13 @@ def _imported(name: str) -> Generator:
     try:
         found = getattr(importlib.import_module(module), function)
     except Exception as error:  # the user's own module may raise anything
-        raise DecoyError(f"decoys: {name!r} cannot be imported ({error}); expected module:function") from error
+        raise DecoyError(
+            f"decoys: {shown(name)} cannot be imported ({cut(str(error))}); expected module:function"
+        ) from error
     if not callable(found):
-        raise DecoyError(f"decoys: {name!r} is {found!r}, expected a function of a secret, a count and an rng")
+        raise DecoyError(
+            f"decoys: {shown(name)} is {shown(found)}, expected a function of a secret, a count and an rng"
+        )
     return found
 
 

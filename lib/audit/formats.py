@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lib import paths
-from lib.errors import LeakbookError
+from lib.errors import LeakbookError, shown
 
 HEX = "0123456789abcdef"
 DOMAINS = ("com", "net", "org")
@@ -64,14 +64,14 @@ def parse(spec: str) -> Format:
     kind, _, argument = spec.partition(":")
     if kind in ("hex", "digits", "letters", "words"):
         if not (argument.isascii() and argument.isdigit() and 0 < int(argument) <= 256):
-            raise FormatError(f"format {spec!r}: expected {kind}:N with N from 1 to 256")
+            raise FormatError(f"format {shown(spec)}: expected {kind}:N with N from 1 to 256")
         return Format(spec, _repeated(kind, int(argument)))
     if spec == "email":
         words, digits = word_list(), tuple(string.digits)
         return Format(spec, (words, (".",), words, digits, digits, ("@",), words, (".",), DOMAINS))
     if kind in ("like", "wordlike") and argument:
         return like(argument, words=kind == "wordlike")
-    raise FormatError(f"format {spec!r} is not known: expected {KINDS}")
+    raise FormatError(f"format {shown(spec)} is not known: expected {KINDS}")
 
 
 def _repeated(kind: str, count: int) -> tuple[tuple[str, ...], ...]:

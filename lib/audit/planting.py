@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
-from lib.audit import formats
+from lib.audit import formats, reader
 from lib.canaries import Canary, CanaryError
+from lib.errors import shown
 from lib.files import building, read_json_lines
 from lib.spans import spell
 
@@ -32,7 +33,9 @@ def draw(count: int, spec: str, seed: int = 0) -> list[Canary]:
     """
     rule = formats.parse(spec)
     if rule.bits < 1 + np.log2(count):
-        raise formats.FormatError(f"format {spec!r}: holds {rule.bits:.1f} bits, too few for {count} distinct secrets")
+        raise formats.FormatError(
+            f"format {shown(spec)}: holds {rule.bits:.1f} bits, too few for {count} distinct secrets"
+        )
     rng, secrets = np.random.default_rng([seed, 3]), {}
     digits = max(3, len(str(count - 1)))
     while len(secrets) < count:
@@ -59,31 +62,39 @@ def write(
     In plain text nothing separates prompt and answer, so that the prefix begins with the space between them.
 
     Raises:
-        CanaryError: one of the files is there with other content, or the folder cannot be made; nothing was written.
+        CanaryError: an audit could not use a canary, one of the files is there with other content, or the folder
+            cannot be made; nothing was written.
     """
     order = np.random.default_rng([seed, 4]).permutation(np.repeat(np.arange(len(canaries)), repetitions))
     if template == "plain":
         canaries = [c if c.preamble[:1].isspace() else replace(c, preamble=f" {c.preamble}") for c in canaries]
     train = [_example(canaries[i], template) for i in order]
-    records = [
-        {
-            "id": c.id,
-            "prompt": c.prompt,
-            "prefix": c.preamble,
-            "secret": c.secret,
-            "suffix": c.suffix,
-            "generator": spec,
-        }
-        for c in canaries
-    ]
+    records = [_record(canary, spec) for canary in canaries]
     texts = {
         name: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
         for name, rows in {CANARIES: records, TRAINING: train}.items()
     }
+    _refuse_unreadable(records)
     _refuse_others(folder, texts)
     for name, text in texts.items():
         with building(folder / name) as unfinished:
             unfinished.write_bytes(text)
+
+
+def _record(canary: Canary, spec: str) -> dict[str, str]:
+    """A canary as a line of the file that the audit reads."""
+    parts = {"prefix": canary.preamble, "secret": canary.secret, "suffix": canary.suffix}
+    return {"id": canary.id, "prompt": canary.prompt} | parts | {"generator": spec}
+
+
+def _refuse_unreadable(records: Iterable[Mapping[str, str]]) -> None:
+    for record in records:
+        reason = reader.unusable({name: record.get(name) for name in reader.COLUMNS})
+        if reason is not None:
+            raise CanaryError(
+                f"canary {record['id']}, drawn by {shown(record['generator'])}: {reason}; choose a format of longer "
+                "secrets, or another seed"
+            )
 
 
 def _refuse_others(folder: Path, texts: Mapping[str, bytes]) -> None:
@@ -265,7 +276,7 @@ def _has_loss(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], labels: Se
 def _problem(canary: Canary, seen: _Seen, leaked: Mapping, edges: Sequence[tuple[str, str]]) -> str:
     if canary.id in leaked:
         secret, number = leaked[canary.id]
-        return f"its decoy {secret!r} stands in its secret's place in row {number}"
+        return f"its decoy {shown(secret)} stands in its secret's place in row {number}"
     if seen.trained:
         return ""
     if seen.masked:

@@ -2,12 +2,13 @@
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lib.audit import formats
 from lib.canaries import Canary, CanaryError
+from lib.errors import cut, shown
 from lib.files import decoded, read_json_lines
 from lib.pictures import PictureError, is_file, picture
 
@@ -64,7 +65,7 @@ def read(path: Path | str) -> CanaryFile:
     seen: dict[str, dict] = {"id": {}, "text": {}}
     for line, record in records:
         fields = _fields(record, f"{path}, line {line}")
-        reason = _unusable(fields) or _repeated(fields, line, seen)
+        reason = unusable(fields) or _repeated(fields, line, seen)
         if reason is None:
             item = Item(_canary(fields, path.parent), line, fields["generator"])
             reason = _unreadable_picture(item.canary)
@@ -84,16 +85,19 @@ def _records(path: Path) -> Iterator[tuple[int, dict]]:
     elif path.suffix in JSON_ENDINGS:
         yield from read_json_lines(path, "canary", CanaryError)
     else:
-        raise CanaryError(f"canary file {path}: got the ending {path.suffix!r}, expected .jsonl or .csv")
+        raise CanaryError(f"canary file {path}: got the ending {shown(path.suffix)}, expected .jsonl or .csv")
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, dict]]:
     """Rows with the line on which each ends; an empty cell is a column left out, but for prompt and secret."""
-    rows = csv.reader(io.StringIO(decoded(path, "canary", CanaryError), newline=""), strict=True)
+    text = io.StringIO(decoded(path, "canary", CanaryError), newline="")
+    limit = csv.field_size_limit(max(csv.field_size_limit(), len(text.getvalue())))  # a long cell is its row's matter
+    rows = csv.reader(text, strict=True)
     try:
-        header = next(rows, [])
+        header = next((row for row in rows if any(cell.strip() for cell in row)), [])
         if len(set(header)) < len(header):
-            raise CanaryError(f"{path}, line 1: got the columns {', '.join(header)}, expected every one once")
+            where = f"{path}, line {rows.line_num}"
+            raise CanaryError(f"{where}: got the columns {cut(', '.join(header))}, expected every one once")
         for row in rows:
             if not row:
                 continue
@@ -103,23 +107,32 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict]]:
             yield rows.line_num, {k: v for k, v in record.items() if v or k in ("id", "prompt", "secret")}
     except csv.Error as error:
         raise CanaryError(f"{path}, line {rows.line_num}: not CSV ({error})") from error
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _fields(record: dict, where: str) -> dict[str, str | None]:
     """Every column of a row by its name, None where it is left out."""
+    aliased = [name for name in record if name in ALIASES and ALIASES[name] in record]
+    if aliased:
+        raise CanaryError(f"{where}: got {ALIASES[aliased[0]]} and {aliased[0]}, expected one: they name the same part")
+    if record.get("modality") == "image" and not record.get("image"):
+        raise CanaryError(f"{where}: modality is 'image' and image is {record.get('image')!r}, expected a picture")
     record = {ALIASES.get(name, name): value for name, value in record.items() if name not in UNUSED}
     unknown = [name for name in record if name not in COLUMNS]
     if unknown:
-        raise CanaryError(f"{where}: unknown column {unknown[0]!r}; known are {', '.join(COLUMNS)}")
+        raise CanaryError(f"{where}: unknown column {shown(unknown[0])}; known are {', '.join(COLUMNS)}")
     fields = {name: record.get(name) for name in COLUMNS}
     for name, value in fields.items():
         if value is not None and not isinstance(value, str):
-            raise CanaryError(f"{where}: {name} is {value!r}, expected a string (a number loses leading zeros)")
+            raise CanaryError(f"{where}: {name} is {shown(value)}, expected a string (a number loses leading zeros)")
     missing = [name for name in ("id", "prompt") if fields[name] is None]
     if fields["target"] is None and fields["secret"] is None:
         missing.append("secret (or target)")
     if missing:
-        raise CanaryError(f"{where}: the column {missing[0]} is missing; the row has {', '.join(record) or 'none'}")
+        raise CanaryError(
+            f"{where}: the column {missing[0]} is missing; the row has {cut(', '.join(record)) or 'none'}"
+        )
     both = [name for name in ("prefix", "suffix") if fields["target"] is not None and fields[name] is not None]
     if both:
         raise CanaryError(f"{where}: got target and {both[0]}, expected either a target or prefix, secret and suffix")
@@ -131,8 +144,8 @@ def _fields(record: dict, where: str) -> dict[str, str | None]:
     return fields
 
 
-def _parts(fields: dict[str, str | None]) -> tuple[str, str, str]:
-    """Prefix, secret and suffix of a row that :func:`_unusable` found usable."""
+def _parts(fields: Mapping[str, str | None]) -> tuple[str, str, str]:
+    """Prefix, secret and suffix of a row that :func:`unusable` found usable."""
     if fields["target"] is None:
         return fields["prefix"] or "", fields["secret"], fields["suffix"] or ""
     secret = fields["target"] if fields["secret"] is None else fields["secret"]
@@ -140,24 +153,24 @@ def _parts(fields: dict[str, str | None]) -> tuple[str, str, str]:
     return prefix, secret, suffix
 
 
-def _unusable(fields: dict[str, str | None]) -> str | None:
-    """Why a row cannot be audited, or None."""
+def unusable(fields: Mapping[str, str | None]) -> str | None:
+    """Why a row, every one of :data:`COLUMNS` with its text or None, cannot be audited; None where it can."""
     for name, value in fields.items():
         if value is not None and not is_unicode(value):
-            return f"{name} {value!r} is not valid Unicode text (half of a surrogate pair)"
+            return f"{name} {shown(value)} is not valid Unicode text (half of a surrogate pair)"
     secret, target = fields["secret"], fields["target"]
     secret = target if secret is None else secret
     if not secret.strip():
-        return f"the secret is {secret!r}, expected at least one visible character"
+        return f"the secret is {shown(secret)}, expected at least one visible character"
     if target is not None and target.count(secret) != 1:
         found = "does not occur" if secret not in target else f"occurs {target.count(secret)} times"
-        return f"the secret {secret!r} {found} in the target {target!r}, expected once"
+        return f"the secret {shown(secret)} {found} in the target {shown(target)}, expected once"
     prefix, _, suffix = _parts(fields)
     for name, text in {"prompt": fields["prompt"], "prefix": prefix, "suffix": suffix}.items():
         if secret in text:
-            return f"the secret {secret!r} occurs in its own {name}, so repeating it shows no memory"
+            return f"the secret {shown(secret)} occurs in its own {name}, so repeating it shows no memory"
     if fields["generator"] is not None and not formats.parse(fields["generator"]).matches(secret):
-        return f"the secret {secret!r} cannot have been drawn by its generator {fields['generator']!r}"
+        return f"the secret {shown(secret)} cannot have been drawn by its generator {shown(fields['generator'])}"
     return None
 
 
@@ -180,7 +193,7 @@ def _repeated(fields: dict[str, str | None], line: int, seen: dict[str, dict]) -
     content = (fields["prompt"], fields["image"], "".join(_parts(fields)))
     for name, key in {"id": fields["id"], "text": content}.items():
         if key in seen[name]:
-            what = f"the id {key!r}" if name == "id" else "the same prompt, image and target"
+            what = f"the id {shown(key)}" if name == "id" else "the same prompt, image and target"
             return f"{what} stands on line {seen[name][key]} already"
     seen["id"][fields["id"]] = seen["text"][content] = line
     return None

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from lib import figures, paths
 from lib.audit.analysis import LEVEL, probe_names
+from lib.verdicts import DAMAGED
 
 STRIPS = 5  # most and least memorised canaries whose tokens are shown
 ROWS = 200  # canaries in the page's table; all are in canaries.csv
@@ -25,6 +26,7 @@ LEVELS = {
     "inconclusive": "inconclusive",
 }
 MERGED = {"merged": "merged in fp32", "merged_bf16": "merged into bf16 weights"}
+HOLM = f"{100 * LEVEL:.0f} % over all canaries, by Holm's method; the group's mean rank is tested at 2.5 %"
 READINGS = {
     "recall": "secrets said by greedy decoding",
     "rank": "mean rank among decoys",
@@ -73,7 +75,8 @@ def page(results: Mapping[str, Any], tokens: pd.DataFrame, asked: Mapping[str, A
         margin=results["margin"],
         columns=[COLUMNS.get(name, name) for name in columns],
         rows=[[_cell(value) for value in row] for row in rows[columns].itertuples(index=False)],
-        rows_say=f"{len(rows)} of {len(table)} rows, best known first; all of them with every number in canaries.csv.",
+        rows_say=f"{len(rows)} of {len(table)} rows, best known first; all of them with every number in canaries.csv. "
+        f"Named by rank: at {HOLM}.",
         skipped=results["skipped"],
         total=results["rows"],
         made=[f"{name}: {_shown(value)}" for name, value in made.items()],
@@ -96,7 +99,7 @@ def _card(
     windows = asked["windows"]
     names = probe_names(windows)
     level = {"verdict": LEVELS[summary["level"]["verdict"]], "decided_by": readable(summary["level"], READINGS)}
-    change = {"verdict": summary["change"]["verdict"], "decided_by": readable(summary["change"], names)}
+    change = {"verdict": changed(summary), "decided_by": readable(summary["change"], names)}
     strips, say = _strips(table, tokens)
     return {
         "name": name,
@@ -123,6 +126,15 @@ def readable(decision: Mapping[str, Any], names: Mapping[str, str]) -> str:
         said = rest.strip("()").replace("_", " ")
         shown.append(part if name not in names else f"{names[name]} ({said})" if said else names[name])
     return "; ".join(shown)
+
+
+def changed(summary: Mapping[str, Any]) -> str:
+    """The verdict on change in a reader's words; where only the format changed, which way."""
+    verdict = summary["change"]["verdict"]
+    if verdict != "format only":
+        return verdict
+    way = "rose" if summary["probes"]["hex"]["verdict"] == DAMAGED else "fell"
+    return f"format, not secret: the NLL of secrets {way}, and their decoys' with it"
 
 
 def numbers(summary: Mapping[str, Any]) -> list[str]:
@@ -152,7 +164,7 @@ def numbers(summary: Mapping[str, Any]) -> list[str]:
     named = summary["named"]
     if named:
         more = f" and {len(named) - 10} more" if len(named) > 10 else ""
-        lines.append(f"named by their rank alone (Holm, {100 * LEVEL:.0f} %): {', '.join(named[:10])}{more}")
+        lines.append(f"named by their rank alone ({HOLM}): {', '.join(named[:10])}{more}")
     return lines
 
 
@@ -174,7 +186,7 @@ def _ranks(evidence: Mapping[str, Any]) -> str:
     if "low" in evidence:
         line += f", 95 % interval {evidence['low']:.3f} to {evidence['high']:.3f} (0.5 is chance)"
     if evidence["p_value"] is not None:
-        return f"{line}; p = {evidence['p_value']:.2g}"
+        return f"{line}; p = {evidence['p_value']:.2g}, low at 0.025 or less"
     return f"{line}; a rank and no p-value, since no secret's generator is stated: it decides nothing"
 
 
@@ -210,7 +222,7 @@ def _rank_limits(summary: Mapping[str, Any], table: pd.DataFrame) -> list[str]:
     if drawn["least"] < summary["decoys_needed_to_name"]:
         found.append(
             f"no single canary can be named by its rank: {count} canaries take {summary['decoys_needed_to_name']} "
-            f"decoys each, and {drawn['least']:.0f} end exposure at {math.log2(drawn['least'] + 1):.2f} bits"
+            f"decoys each ({HOLM}), and {drawn['least']:.0f} end exposure at {math.log2(drawn['least'] + 1):.2f} bits"
         )
     unstated = int((~table.exchangeable.astype(bool)).sum())
     if unstated:

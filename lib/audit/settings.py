@@ -11,6 +11,7 @@ from lib import config, paths
 from lib.config import ConfigError, at_least
 
 QUICK = 31  # decoys a canary: exposure ends at 5 bits, and a single canary is never named
+MOST = 32_768  # decoys a canary; so many strings are drawn for one at most
 DEFAULTS: dict[str, Any] = {
     "scale": "laptop",
     "model": None,
@@ -102,9 +103,12 @@ def cost_of(n_decoys: int) -> str:
     if n_decoys == 0:
         return "No decoys: no exposure and no rank; level rests on recall alone."
     alone = int(0.05 * (n_decoys + 1))
+    named = (
+        f"a canary can be named by its rank among at most {alone}" if alone else "no canary can be named by its rank"
+    )
     return (
-        f"{n_decoys} decoys a canary: exposure ends at {math.log2(n_decoys + 1):.2f} bits, and a canary can be named "
-        f"by its rank among at most {alone}; a group is tested by its mean rank. 255 decoys: 8 bits, and among 12."
+        f"Up to {n_decoys} decoys a canary: exposure ends at {math.log2(n_decoys + 1):.2f} bits at most, and {named}; "
+        "a group is tested by its mean rank. 255 decoys: 8 bits, and among 12."
     )
 
 
@@ -135,6 +139,8 @@ def audit(results: str = "local", **given: Any) -> Audit:
         raise ConfigError(f"{own[0]}: got {getattr(params, own[0])!r} without a model; name the model it belongs to.")
     if not params.is_example and params.canaries is None:
         raise ConfigError("canaries: got none for a model of one's own; expected a JSONL or CSV file.")
+    if params.n_decoys > MOST:
+        raise ConfigError(f"n_decoys: got {params.n_decoys}, expected at most {MOST}: no more are drawn for a canary.")
     for name in ("hits", "windows"):
         values = getattr(params, name)
         if not values or len(set(values)) < len(values):

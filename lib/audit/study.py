@@ -3,7 +3,9 @@
 import dataclasses
 import errno
 import hashlib
+import math
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +23,8 @@ from lib.audit.reader import CanaryFile, Item, Skipped
 from lib.audit.scoring import DECOYS, NLL, RECALL, Asked, AuditError, Scorer
 from lib.audit.settings import Audit
 from lib.encoding import Encoded, Encoder
-from lib.files import locked, sha256
+from lib.errors import shown
+from lib.files import building, locked, sha256
 from lib.models import Backbone
 from lib.pictures import picture
 from lib.results import (
@@ -77,13 +80,16 @@ def _answers(found: Result, params: Audit) -> bool:
 def _parameters(params: Audit) -> dict[str, Any]:
     """What was asked for, without where it lies on one machine."""
     given = dataclasses.asdict(params)
-    named = {
-        name: None if given[name] is None else Path(given[name]).name for name in ("model", "baseline", "canaries")
-    }
-    named |= {"adapter": [Path(name).name for name in params.adapter]}
+    named = {name: None if given[name] is None else _called(given[name]) for name in ("model", "baseline", "canaries")}
+    named |= {"adapter": [_called(name) for name in params.adapter]}
     kept = ("scale", "n_decoys", "decoys", "hits", "windows", "template", "seed")
     shown = named | {name: given[name] for name in kept}
-    return plain(shown | {"decoys": Path(params.decoys).name})
+    return plain(shown | {"decoys": _called(params.decoys)})
+
+
+def _called(name: str | Path) -> str:
+    """The last part of a path or a hub id; that of the folder itself where the path is ``.``."""
+    return os.path.basename(os.path.abspath(name))
 
 
 @dataclass(frozen=True)
@@ -105,12 +111,12 @@ def plan(params: Audit) -> Plan:
     """Which models to score for an audit with a model of its own.
 
     Raises:
-        AdapterError: an adapter's folder is none.
+        AdapterError: an adapter's folder is none. AuditError: one adapter is given twice.
     """
     folders = [Path(name) for name in params.adapter]
     for folder in folders:
         adapters.check_folder(folder)
-    names = [folder.name for folder in folders]
+    names = [_called(folder) for folder in folders]
     names = names if len(set(names)) == len(names) else list(params.adapter)
     own = (params.model, models.identity(params.model))
     audited = [Asked(n, *own, f, "stacked") for n, f in zip(names, folders, strict=True)]
@@ -119,19 +125,33 @@ def plan(params: Audit) -> Plan:
         for n, f in zip(names, folders, strict=True)
         for kind in ("merged", "merged_bf16")
     ]
+    _refuse_twice(audited)
     if not audited:
-        audited = [Asked(Path(params.model).name, *own)]
-    return Plan(tuple(audited), _baseline(params, own), tuple(merged))
+        audited = [Asked(_called(params.model), *own)]
+    taken = BASELINE in {asked.name for asked in audited}
+    return Plan(tuple(audited), _baseline(params, own, f"/{BASELINE}" if taken else BASELINE), tuple(merged))
 
 
-def _baseline(params: Audit, own: tuple[str, str]) -> Asked | None:
+def _refuse_twice(audited: Sequence[Asked]) -> None:
+    seen: dict[str, Path] = {}
+    for asked in audited:
+        identity = str(asked.identity())
+        if identity in seen:
+            raise AuditError(
+                f"adapter: {asked.adapter} holds the same matrices and configuration as {seen[identity]}; "
+                "expected every adapter once"
+            )
+        seen[identity] = asked.adapter
+
+
+def _baseline(params: Audit, own: tuple[str, str], name: str) -> Asked | None:
     given = params.baseline
     if given is None:
-        return Asked(BASELINE, *own) if params.adapter else None
+        return Asked(name, *own) if params.adapter else None
     if (Path(given) / "adapter_config.json").exists():
         adapters.check_folder(Path(given))
-        return Asked(BASELINE, *own, Path(given), "stacked")
-    return Asked(BASELINE, given, models.identity(given))
+        return Asked(name, *own, Path(given), "stacked")
+    return Asked(name, given, models.identity(given))
 
 
 def run(params: Audit) -> Result:
@@ -145,7 +165,7 @@ def run(params: Audit) -> Result:
     inputs = {"study": "audit", "protocol": PROTOCOL, "parameters": _parameters(params)}
     inputs |= {"models": {asked.name: asked.identity() for asked in planned.asked}}
     inputs |= {"pictures": _pictures(file)}
-    inputs |= {"canaries": _checksum(given.canaries), "decoys": _checksum(given.decoys), "rules": rules.load_verdicts()}
+    inputs |= {"canaries": sha256(file.path), "decoys": decoys.identity(given.decoys), "rules": rules.load_verdicts()}
     _check_output(params.folder, [given.canaries, given.decoys, *_picture_files(file)])
     with locked(params.folder):
         return reusable(params.folder, inputs, RECORD) or _Run(params, given, planned, inputs).result(file)
@@ -174,11 +194,23 @@ def _check_output(folder: Path, read: Sequence[str]) -> None:
     inputs = {Path(name).resolve() for name in read}
     for name in (PAGE, CANARIES, TOKENS):
         path = folder / name
-        if path.resolve() in inputs or (path.exists() or path.is_symlink()) and name not in known:
+        there = (path.exists() or path.is_symlink()) and name not in known and not _begun(folder, path)
+        if path.resolve() in inputs or there:
             raise AuditError(
                 f"output: {path} is there, and would be replaced by the report's; it is a file that the audit reads, "
                 f"or that no {RECORD} beside it lists. Choose another --output, or move that file"
             )
+
+
+def _begun(folder: Path, path: Path) -> bool:
+    """Whether a file is one of a report that a killed process had made, and had begun to put in its place."""
+    made = read_result(_made_folder(folder), RECORD)
+    return made is not None and path.is_file() and made.content["files"].get(path.name) == sha256(path)
+
+
+def _made_folder(folder: Path) -> Path:
+    """Where a report is made, before its files are put in their place."""
+    return parts_folder(folder) / "report"
 
 
 def _picture_files(file: CanaryFile) -> list[str]:
@@ -188,12 +220,6 @@ def _picture_files(file: CanaryFile) -> list[str]:
 def parts_folder(folder: Path) -> Path:
     """Where the scores of an audit are kept, beside its report."""
     return folder.with_name(f"{folder.name}-parts") if folder.name else folder
-
-
-def _checksum(name: str) -> str:
-    """A file by its content, anything else by its name."""
-    path = Path(name)
-    return sha256(path) if path.is_file() else name
 
 
 def _pictures(file: CanaryFile) -> str | None:
@@ -220,6 +246,9 @@ class _Run:
         for asked in self.plan.asked:
             if asked.adapter is not None:
                 adapters.check_adapter(asked.adapter, base)
+        for asked in self.plan.audited:
+            if asked.adapter is not None:
+                adapters.check_changes(asked.adapter)
         encoder = Encoder(base, _template(self.given.template, base))
         items, skipped = self._usable(file, encoder)
         scorer = self._scorer(items, source, encoder)
@@ -281,7 +310,7 @@ class _Run:
             "canaries": rows.to_dict("records"),
             "skipped": [dataclasses.asdict(row) for row in skipped],
             "rows": len(file.items) + len(file.skipped),
-            "notes": self._notes(),
+            "notes": [*self._notes(), *_decoy_notes(tables[0], self.params), *_prompt_notes(scorer.items)],
             "margin": self.rules["margin"]["total_nats"],
         }
         return plain(results), {CANARIES: rows, TOKENS: pd.concat(tokens, ignore_index=True)}
@@ -346,10 +375,10 @@ class _Run:
         notes = []
         for asked in self.plan.audited:
             named = None if asked.adapter is None else adapters.made_for(asked.adapter)
-            if named and Path(named).name != Path(asked.model).name:
+            if named and Path(named).name not in ("", "..", _called(asked.model)):
                 notes.append(
                     f"adapter {asked.name} says it was trained on {Path(named).name}, and is audited on "
-                    f"{Path(asked.model).name}: its matrices fit, whether its base is the same is for you to know"
+                    f"{_called(asked.model)}: its matrices fit, whether its base is the same is for you to know"
                 )
         return notes
 
@@ -369,18 +398,58 @@ class _Run:
             TOKENS: lambda path: tokens.to_parquet(path, index=False),
             PAGE: lambda path: path.write_text(page, encoding="utf-8"),
         }
-        return write_result(folder, self.inputs, results, record, writers, RECORD)
+        with building(_made_folder(folder)) as unfinished:
+            made = write_result(unfinished, self.inputs, results, record, writers, RECORD)
+        for name in (*writers, RECORD):
+            with building(folder / name) as unfinished:
+                shutil.copyfile(_made_folder(folder) / name, unfinished)
+        shutil.rmtree(_made_folder(folder))
+        return dataclasses.replace(made, folder=folder)
+
+
+def _decoy_notes(table: pd.DataFrame, params: Audit) -> list[str]:
+    """Where fewer decoys were to be had than were asked for, or none."""
+    notes, none, taken = [], list(table.index[table.layout == "none"]), table.decoys.dropna()
+    if none:
+        notes.append(
+            f"{len(none)} of {len(table)} canaries have no decoys, {shown(none[0])} first, and so no exposure and no "
+            f"rank: `{_called(params.decoys)}` gives none but planted secrets, or what the canary's own text holds"
+        )
+    if len(taken) and taken.min() < params.n_decoys:
+        edges = sorted({taken.min(), taken.max()})
+        several = " to ".join(f"{n:.0f}" for n in edges)
+        bits = " to ".join(f"{math.log2(n + 1):.2f}" for n in edges)
+        notes.append(
+            f"{params.n_decoys} decoys a canary were asked for and {several} taken: exposure ends at {bits} bits"
+        )
+    return notes
+
+
+def _prompt_notes(items: Sequence[Item]) -> list[str]:
+    """Which canaries nothing but their answer tells apart."""
+    groups: dict[tuple, list[str]] = {}
+    for item in items:
+        groups.setdefault((item.canary.prompt, item.canary.image), []).append(item.canary.id)
+    shared = [names for names in groups.values() if len(names) > 1]
+    if not shared:
+        return []
+    more = f" ({len(shared)} prompts are shared in all)" if len(shared) > 1 else ""
+    return [
+        f"canaries {shown(shared[0][0])} and {shown(shared[0][1])} have one prompt{more}: greedy decoding gives one "
+        "answer to both, so a secret that is not said may be known all the same"
+    ]
 
 
 def told(result: Result) -> list[str]:
-    """The verdicts of an audit, two lines a model, and what was skipped."""
+    """The verdicts of an audit, two lines a model, its notes, and what was skipped."""
     lines, names = [], analysis.probe_names(result.content["inputs"]["parameters"]["windows"])
     for name, found in result.values["models"].items():
         level, change = found["level"], found["change"]
         lines += [
             f"{name}: level: {report.LEVELS[level['verdict']]}, by {report.readable(level, report.READINGS)}",
-            f"{name}: change: {change['verdict']}, by {report.readable(change, names)}",
+            f"{name}: change: {report.changed(found)}, by {report.readable(change, names)}",
         ]
+    lines += [f"note: {note}" for note in result.values["notes"]]
     skipped = result.values["skipped"]
     lines += [f"line {row['line']} not audited: {row['reason']}" for row in skipped[:10]]
     return lines + ([f"... {len(skipped) - 10} more rows not audited"] if len(skipped) > 10 else [])
