@@ -136,7 +136,13 @@ figures.privacy_against_utility(weighed, panels)
 weighing.at_equal_utility(weighed).round(3)
 
 # %% [markdown]
-# EQUAL
+# **Nothing here protects at a price that a holder would pay.** Within a tenth of a nat the best attacker reads 98 % of the
+# tokens or more of every family, within a whole nat 91 % or more. And what looks safe is mostly safe *from attackers who do
+# not know of it*: fewer than six bits, clipping, keeping few coordinates, dropout, a secret order, a secret basis. Doing to
+# candidates what was done to the state brings every token back, of two bits, of six coordinates in 576, of a tenth of the
+# coordinates; sorted coordinates undo the order, norms and inner products the basis. The published tolerance finds nothing
+# behind any of them, not even behind 8 bits, which cost the holder a hundredth of a nat: a fixed tolerance measures the
+# attacker's assumption, not the defence.
 #
 # ## Quantised states
 
@@ -145,7 +151,9 @@ bits = weighed[weighed.channel.str.endswith("-bit")]
 bits.pivot(index="channel", columns="attacker", values="recovered").assign(kl=bits.groupby("channel").kl.first()).round(3)
 
 # %% [markdown]
-# BITS
+# Rounding is deterministic and known, so candidates can be rounded as well; the right one then falls on the very same grid
+# points, but for a flipped last digit, and the coarsest grid still tells 49,000 tokens apart. The nearest *unrounded* candidate
+# is another attacker altogether, and the one by whom such defences are often judged.
 #
 # ## Noise and what margins foretell
 #
@@ -160,7 +168,19 @@ alone = weighed[weighed.attacker == "prior alone"].recovered.mean()
 figures.noise_and_bounds(lines, alone)
 
 # %% [markdown]
-# NOISE
+# Measured and foretold agree: the union bound is met within six points up to $\sigma = 1$, and half the margin is far too careful,
+# since noise in 576 directions has a length but hardly a component towards any one competitor. What the steps are: by position,
+
+# %%
+noisy = sweep[sweep.channel.str.startswith("gaussian") & (sweep.attacker == "nearest")]
+places = noisy.assign(place=noisy.position.map(lambda one: "later tokens" if one else "first token"))
+places.pivot_table(index="channel", columns="place", values="recovered").round(3)
+
+# %% [markdown]
+# **Noise hides the first token, and no other, until the model is long useless.** All one-token prompts have nearly the same state
+# (a model's first position is where its attention rests): their margins are twenty times smaller. Behind it nothing is lost at
+# $\sigma = 0.3$, and 98 % comes back at $\sigma = 1$, noise as large as the state itself, where the holder's next token is 8.6
+# nats off. Noise with a guarantee: rows cut to a norm, $\varepsilon$ a row at $\delta = 10^{-5}$ (the analytic Gaussian mechanism).
 
 # %%
 weighing.private_noise(params.fast.defences.channels, weighed).round(4)
@@ -188,7 +208,8 @@ alarm = weighed[(weighed.attacker == "nearest") & weighed.alarm.notna()]
 alarm[["channel", "recovered", "alarm"]].set_index("channel").round(3)
 
 # %% [markdown]
-# ALARM
+# It does not. Where rounding or noise leaves any wrong tokens at all, the loss of the right ones is as large as theirs, and the
+# area is anywhere between 0.1 and 0.97, on few tokens of either kind. The alarm needs states that can be reproduced.
 #
 # ## What the choice of candidates hides
 #

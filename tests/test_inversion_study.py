@@ -464,3 +464,6 @@ def test_published_mode_is_held_against_the_reference_run_length_by_length():
     own = tokens([("a", 0, 5, 5, 5, 0), ("a", 1, 6, 1, -1, 0), ("c", 0, 5, 5, 5, 0), ("c", 1, 6, 6, 6, 0)])
     found = analysis.agreement(own, REFERENCE[REFERENCE.position < 2], 100)
     assert found == {"prompts": 1, "predicted": [1, 1], "found": [1, 0]}
+    abandoned = own.iloc[[0]].assign(found_id=1)
+    found = analysis.agreement(abandoned, REFERENCE[REFERENCE.position < 2], 100)
+    assert found == {"prompts": 1, "predicted": [1, 1], "found": [0, 0]}  # nobody was left at the second token

@@ -104,12 +104,14 @@ def agreement(own: pd.DataFrame, reference: pd.DataFrame, candidates: int) -> di
     """Whether a run in published mode finds what a run of the same K behind true prefixes says that it would.
 
     Returns:
-        ``prompts`` that both have, and how many of them are exact up to each length: ``predicted`` and ``found``.
+        ``prompts`` that both have, and how many of them are exact up to each length: ``predicted`` and ``found`` (none
+        at lengths that every prompt was abandoned before).
     """
     both = set(own.prompt) & set(reference.prompt)
     said = exact_by_length(reference[reference.prompt.isin(both)], candidates)
     did = exact_by_length(own[own.prompt.isin(both)])
-    return {"prompts": len(both), "predicted": said.exact.tolist(), "found": did.exact.tolist()}
+    found = did.set_index("length").exact.reindex(said.length, fill_value=0)
+    return {"prompts": len(both), "predicted": said.exact.tolist(), "found": found.tolist()}
 
 
 def read_back(tokens: pd.DataFrame) -> pd.DataFrame:
