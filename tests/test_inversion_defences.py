@@ -165,6 +165,22 @@ def test_whole_prompts_come_back_through_channels_without_noise(reader, own, nam
     assert found.exact(ids).all() and not (found.tokens.status == verified.BEST).any()
 
 
+def test_a_flipped_digit_is_forgiven_only_where_nothing_else_comes_near(reader, own):
+    """A coordinate of a rounded row is moved by a step; at 8 bits the right token is still alone, at 2 bits others fit as
+    well, so that all are tried and the nearest is taken."""
+    ids = drawn(1, 5, seed=8)
+    for bits, few in ((8, True), (2, False)):
+        channel = named(f"{bits}-bit")
+        given = reader.states(ids)
+        given = torch.stack([channel.release(row, torch.Generator()) for row in given])
+        step = given[0, 2].abs().amax() / (2 ** (bits - 1) - 1)
+        given[0, 2, given[0, 2].abs().argmin()] += step
+        found = verified.invert(reader, given, own, verified.Settings(ahead=2), channel)
+        row = found.tokens[found.tokens.position == 2].iloc[0]
+        assert found.exact(ids).all() and row.status != verified.BEST
+        assert (row.candidates < 1024) == few
+
+
 def test_whole_prompts_behind_noise_are_a_best_effort_of_a_bounded_cost(reader, own):
     ids, channel = drawn(2, 5, seed=6), named("gaussian 0.05")
     given = torch.stack([defences.released(channel, row, i, 0) for i, row in enumerate(reader.states(ids))])

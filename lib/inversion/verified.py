@@ -36,6 +36,7 @@ FEWEST, NARROW = 4096, 8192  # tokens that are ranked anew from states of less t
 FEW, MANY = 96, 512
 SHARE = 2  # tries by foretold states to one by the language model's expectation alone, should the former mislead
 PROMISING = 8  # candidates from whose mean a proxy is driven
+EARLIER = -1  # in place of a place
 CALIBRATED = 16  # positions of known ids from which the floor is measured
 
 
@@ -240,10 +241,10 @@ class _Run:
         return Sighting(self.states[row, : place + 1], self.known[row, :place])
 
     def allowed(self, seen: Sighting) -> float:
-        """Misfit within which a token is accepted."""
+        """Misfit within which a token is accepted, whatever else may fit."""
         if self.channel.likelihood or not self.attacker.proves:
             return -np.inf
-        return self.tolerance * float(seen.row.square().sum()) + self.channel.slack(seen.row)
+        return self.tolerance * float(seen.row.square().sum())
 
     def _guess(self) -> Tensor:
         """The best proposal [n, T] at every position."""
@@ -348,6 +349,8 @@ class _Run:
             place = one.take(ids[i], states[i])
             if place is None:
                 left.append(one)
+            elif place == EARLIER:
+                self._accept_best(one)
             else:
                 columns[i, 0] = start + place
                 self.commit(one.row, one.position, ids[i, place], states[i, place], *one.answer())
@@ -373,14 +376,15 @@ class _Run:
             one.rank_anew()
 
     def _accept_best(self, one: "_Search") -> None:
-        """Commit the nearest of all that were tried, though it is not within the tolerance."""
+        """Commit the nearest of all that were tried: best effort, unless a last digit in another bin explains it."""
         row = torch.tensor([one.row], device=self.states.device)
         ids = one.nearest[None, None]
         states, longer = self.reader.branches(ids, self.prefixes.rows(row), self.prefixes.lengths[row], chain=False)
         self.read += 1
         self.prefixes.append(row, longer, torch.full((1, 1), longer.get_seq_length() - 1, device=row.device))
-        _, tried, best, margin = one.answer()
-        self.commit(one.row, one.position, one.nearest, states[0, 0], BEST, tried, best, margin)
+        status, tried, best, margin = one.answer()
+        status = status if one.best <= one.loose else BEST
+        self.commit(one.row, one.position, one.nearest, states[0, 0], status, tried, best, margin)
 
     def commit(self, row: int, place: int, found: Tensor, state: Tensor, status, tried, residual, margin) -> None:
         """Take a token over, and note what it cost and how sure it is."""
@@ -400,6 +404,7 @@ class _Search:
         self.position = int(run.prefixes.lengths[row])
         self.seen = run.sighting(row, self.position)
         self.limit = run.allowed(self.seen)
+        self.loose = self.limit + run.channel.slack(self.seen.row)
         self.expected = self._expected()
         if self.position == 0:
             order = run.first_order(run.states[row])
@@ -427,7 +432,7 @@ class _Search:
         return torch.nn.functional.pad(part, (0, size - len(part)), value=int(self.nearest))
 
     def take(self, ids: Tensor, states: Tensor) -> int | None:
-        """Keep what candidates gave; the place of the one that is accepted, if there is one."""
+        """Keep what candidates gave; the place of the one that is accepted, if there is one (EARLIER: tried before)."""
         found = self.run.attacker.score(self.run.channel, self.seen, states, self.expected[ids])
         self.ids.append(ids)
         self.states.append(states)
@@ -435,7 +440,15 @@ class _Search:
         place = int(found.argmin())
         if float(found[place]) < self.best:
             self.nearest, self.best = ids[place], float(found[place])
-        return place if self.best <= self.limit else None
+        else:
+            place = EARLIER
+        return place if self.best <= self.limit or self._alone() else None
+
+    def _alone(self) -> bool:
+        """Whether the best is within a few digits in other bins, and no other that was tried anywhere near."""
+        if self.best > self.loose or sum(map(len, self.found)) < 2:
+            return False
+        return float(torch.cat(self.found).topk(2, largest=False).values[1]) > FACTOR * self.loose
 
     def answer(self) -> tuple[str, int, float, float]:
         """Status, candidates tried, residual, and the runner-up's over it."""
