@@ -166,8 +166,8 @@ def test_whole_prompts_come_back_through_channels_without_noise(reader, own, nam
 
 
 def test_a_flipped_digit_is_forgiven_only_where_nothing_else_comes_near(reader, own):
-    """A coordinate of a rounded row is moved by a step; at 8 bits the right token is still alone, at 2 bits others fit as
-    well, so that all are tried and the nearest is taken."""
+    """A coordinate of a rounded row is moved by a step; at 8 bits the right token is still alone, at 2 bits others fit
+    as well, so that all are tried and the nearest is taken."""
     ids = drawn(1, 5, seed=8)
     for bits, few in ((8, True), (2, False)):
         channel = named(f"{bits}-bit")
