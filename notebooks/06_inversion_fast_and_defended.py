@@ -195,7 +195,13 @@ weighing.private_noise(params.fast.defences.channels, weighed).round(4)
 weighing.cascades(cascade, sweep).round(3)
 
 # %% [markdown]
-# CASCADE
+# Whoever knows the defence reads **every prompt whole** through 8, 4 and 2 bits, half of the coordinates dropped, a secret
+# order and a secret basis, at one to two thousand candidates a token, and proves it. (Behind two bits several tokens
+# lie within two flipped digits of the released row; the first that did was taken once, and 5 tokens of 40 were right. Now a
+# digit is forgiven only where no other candidate comes near.) Behind noise nothing can be proven, and one lost first token
+# makes the next one likelier to be lost: at $\sigma = 0.1$ 85 % of tokens for 98 % behind true prefixes, at 0.3 two thirds for
+# 91 %, at 1 half for 88 %, of at most 257 candidates a token. An attacker who carried several beginnings along would lose
+# less; none here does.
 #
 # ## The alarm behind a defence
 #
