@@ -6,11 +6,14 @@
 # **Question.** Reading a prompt back from its last hidden states took the continuous search many seconds a token, and often
 # failed. What does an exact answer cost, and which defence survives an attacker who can afford it?
 #
-# **Answer.** ANSWER
+# **Answer.** Some forward passes, and hardly any. **Every English prompt of 10, 50 and 200 tokens came back whole**, each token
+# proven, at 136, 61 and 36 candidates a token in the mean; random ids, too, at 2,319. And of 36 settings of nine defences
+# **none keeps the text from an attacker who knows the defence** at a price that a holder would pay: coarse grids, few
+# coordinates, dropout, a secret order or basis give every token back, and noise hides the first token long before any other.
 #
 # **You will** see one prompt read back round by round, what it costs beside the language model's own order, long prompts and
 # random ids, and then thirty-odd defences weighed: what each attacker still reads, and what the released states are still good
-# for. **You need** notebook 05 for the threat; HOURS to compute it anew (`make fast`).
+# for. **You need** notebook 05 for the threat; about 80 minutes to compute it anew (`make fast`).
 #
 # The method is ours. What it rests on was published: candidates can be verified exactly (SIPIT, arXiv:2510.15511), and the
 # language model's own expectation is a good order to try them in. Proposing all tokens at once, foretelling states of one context

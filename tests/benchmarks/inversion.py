@@ -99,33 +99,35 @@ def batched(reader: Reader, ids: torch.Tensor, states: torch.Tensor, bench: sett
 
 
 def one_by_one(method: str, reader: Reader, ids: torch.Tensor, states: torch.Tensor, bench) -> list[dict]:
-    """A token at a time, until the method's budget is used up; positions first, so that every prompt is met."""
+    """A token at a time, until the method's budget is used up; in an order drawn once, so that a part of the tokens is
+    a sample of all."""
     rows, begun = [], time.perf_counter()
-    for position in range(1, ids.shape[1]):
-        for prompt in range(len(ids)):
-            left = min(bench.cap, bench.budget - (time.perf_counter() - begun))
-            if left <= 0:
-                return rows
-            prefix, target = ids[prompt : prompt + 1, :position], states[prompt, position]
-            cache = reader.read(prefix)
-            order = None
-            if method == "lm order":
-                order = reader.next_probabilities(prefix)[0].argsort(descending=True)
-            started = time.perf_counter()
-            if method == "sequential":
-                chosen, tried, done = sequential(reader, cache, target, bench, started + left)
-            elif method.startswith("sipit"):
-                start = int(np.random.default_rng([0, prompt, position]).integers(len(reader.embedding)))
-                limit = sipit.Sipit(seconds=left)
-                if method == "sipit cached":
-                    chosen, tried, done = sipit.descend(reader, cache, target, start, limit)
-                else:
-                    chosen, tried, done = published(reader, prefix, target, start, limit)
+    places = [(prompt, position) for position in range(1, ids.shape[1]) for prompt in range(len(ids))]
+    np.random.default_rng(0).shuffle(places)
+    for prompt, position in places:
+        left = min(bench.cap, bench.budget - (time.perf_counter() - begun))
+        if left <= 0:
+            return rows
+        prefix, target = ids[prompt : prompt + 1, :position], states[prompt, position]
+        cache = reader.read(prefix)
+        order = None
+        if method == "lm order":
+            order = reader.next_probabilities(prefix)[0].argsort(descending=True)
+        started = time.perf_counter()
+        if method == "sequential":
+            chosen, tried, done = sequential(reader, cache, target, bench, started + left)
+        elif method.startswith("sipit"):
+            start = int(np.random.default_rng([0, prompt, position]).integers(len(reader.embedding)))
+            limit = sipit.Sipit(seconds=left)
+            if method == "sipit cached":
+                chosen, tried, done = sipit.descend(reader, cache, target, start, limit)
             else:
-                order = torch.arange(len(reader.embedding), device=reader.device) if order is None else order
-                chosen, tried, done = continuous.verify(reader, cache, target, order, 1e-4)
-            seconds = time.perf_counter() - started
-            rows.append(row(seconds, int(chosen) == int(ids[prompt, position]), tried, not done and seconds >= left))
+                chosen, tried, done = published(reader, prefix, target, start, limit)
+        else:
+            order = torch.arange(len(reader.embedding), device=reader.device) if order is None else order
+            chosen, tried, done = continuous.verify(reader, cache, target, order, 1e-4)
+        seconds = time.perf_counter() - started
+        rows.append(row(seconds, int(chosen) == int(ids[prompt, position]), tried, not done and seconds >= left))
     return rows
 
 
