@@ -16,7 +16,8 @@ DELTA = 1e-5  # of differential privacy
 
 def costs(prompts: pd.DataFrame, tokens: pd.DataFrame) -> pd.DataFrame:
     """A row a set: prompts, tokens, exact ones, the least certain status, seconds and candidates a token (mean, worst),
-    tokens read a token, and the overhead: time over that of one plain forward pass of the same prompts."""
+    tokens read a token, the overhead: time over that of one plain forward pass of the same prompts; and the seconds of
+    set-up, where they are known."""
     rows = []
     for name, part in prompts.groupby("configuration", sort=False):
         own, count = tokens[tokens.configuration == name], part.n_tokens.sum()
@@ -24,7 +25,7 @@ def costs(prompts: pd.DataFrame, tokens: pd.DataFrame) -> pd.DataFrame:
         row |= {"exact": part.exact_match.mean(), "best effort": int((own.status == "best effort").sum())}
         row |= {"seconds": part.seconds.sum() / count, "mean": own.candidates.mean(), "worst": own.candidates.max()}
         row |= {"guessed": (own.candidates == 1).mean(), "read": part.read.sum() / count}
-        rows.append(row | {"overhead": part.seconds.sum() / part.forward.sum(), "set-up": part.setup.iloc[0]})
+        rows.append(row | {"overhead": part.seconds.sum() / part.forward.sum(), "set-up": part.setup.iloc[0] or np.nan})
     return pd.DataFrame(rows).set_index("set")
 
 
