@@ -113,7 +113,7 @@ layers = {f"{params.study.model}, all layers": last, "layer 12, GPT-2's depth": 
 layers = {title: part for title, part in layers.items() if len(part)}
 curves = {}
 for title, part in layers.items():
-    own = {name: analysis.exact_by_length(run) for name, run in analysis.verified(part).groupby("configuration", sort=False)}
+    own = {name: analysis.exact_by_length(run, longest=params.study.tokens) for name, run in analysis.verified(part).groupby("configuration", sort=False)}
     curves[title] = {name.removeprefix("layer 12 "): curve for name, curve in own.items()}
 figures.length_curves(curves, paper.EXACT_MATCH)
 

@@ -239,6 +239,7 @@ def test_an_abandoned_prompt_stays_failed_and_keeps_its_sum():
     table = tokens([("a", 0, 1, 1, 1, 0), ("a", 1, 2, 2, 2, 0), ("b", 0, 1, 9, -1, 1)])
     table = table.assign(cumulative_loss=[1e-11, 2e-11, 1e-1], mode="verified")
     assert analysis.exact_by_length(table).exact.tolist() == [1, 1]
+    assert analysis.exact_by_length(table, longest=4).exact.tolist() == [1, 1, 0, 0]
     found = analysis.separation_by_length(table)
     assert found.failed.tolist() == [1, 1] and found.separation[1] == pytest.approx(np.log10(1e-1 / 2e-11))
 

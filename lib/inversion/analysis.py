@@ -79,17 +79,19 @@ def grid(tokens: pd.DataFrame, windows: list[int]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def exact_by_length(tokens: pd.DataFrame, candidates: int | None = None) -> pd.DataFrame:
+def exact_by_length(tokens: pd.DataFrame, candidates: int | None = None, longest: int | None = None) -> pd.DataFrame:
     """Share of prompts of which the first L tokens are all right, for every L.
 
     Of a run that committed the true prefix it is what published mode would find with C ``candidates``: up to its first
-    failure it would stand behind the same prefix.
+    failure it would stand behind the same prefix. ``longest``: up to so many tokens, which a run that abandoned all its
+    prompts has not.
 
     Returns:
         ``length, exact, of, share, low, high`` (Wilson).
     """
     right = recovered(tokens, candidates) if candidates is not None else tokens.found_id == tokens.true_id
     wide = tokens.assign(right=right).pivot_table("right", "prompt", "position", aggfunc="min", fill_value=False)
+    wide = wide.reindex(columns=sorted({*wide.columns, *range(longest or 0)}), fill_value=False)
     wide = wide.astype(bool)  # a prompt that was abandoned has no tokens behind its failure
     rows = []
     for length, k in enumerate(wide.cummin(axis=1).sum(), 1):
@@ -109,9 +111,8 @@ def agreement(own: pd.DataFrame, reference: pd.DataFrame, candidates: int) -> di
     """
     both = set(own.prompt) & set(reference.prompt)
     said = exact_by_length(reference[reference.prompt.isin(both)], candidates)
-    did = exact_by_length(own[own.prompt.isin(both)])
-    found = did.set_index("length").exact.reindex(said.length, fill_value=0)
-    return {"prompts": len(both), "predicted": said.exact.tolist(), "found": found.tolist()}
+    did = exact_by_length(own[own.prompt.isin(both)], longest=len(said))
+    return {"prompts": len(both), "predicted": said.exact.tolist(), "found": did.exact.tolist()}
 
 
 def read_back(tokens: pd.DataFrame) -> pd.DataFrame:
