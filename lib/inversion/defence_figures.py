@@ -71,7 +71,7 @@ def privacy_against_utility(table: pd.DataFrame, attackers: dict[str, str]) -> F
             x = own.kl.clip(lower=NO_KL)
             axes.plot(x, own.recovered, marker=marker, color=color, lw=1.2, ms=5, label=kind)
         axes.axhline(alone, color="#888888", lw=0.8, ls=":")
-        axes.text(250, alone + 0.01, "no states", fontsize=8, color="#888888", ha="right")
+        axes.text(NO_KL, alone + 0.01, "no states", fontsize=8, color="#888888")
         axes.set(xscale="log", title=title, xlabel="cost to the holder: KL of the next token, nats", ylim=(-0.03, 1.05))
         axes.set_xlim(NO_KL / 1.6, 400)
         axes.set_xticks([NO_KL, 1e-3, 1e-1, 10], ["none", "0.001", "0.1", "10"])
