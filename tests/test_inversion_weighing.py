@@ -137,5 +137,9 @@ def test_methods_that_were_stopped_are_called_lower_bounds():
         {"method": names, "tokens": [10, 4, 2], "capped": [0, 0, 1], "right": [10, 4, 1], "mean": [0.1, 1.0, 90.0]}
     )
     found = weighing.methods(bench)
-    assert found.method.tolist() == ["exact, together", "lm order", "full scan (at least)"]
+    assert found.method.tolist() == [
+        "exact, together (10 tokens)",
+        "lm order (4 tokens)",
+        "full scan (2 tokens, at least)",
+    ]
     assert found.exact.tolist() == [1.0, 1.0, 0.5] and found.ours.tolist() == [True, False, False]

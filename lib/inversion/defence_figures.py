@@ -35,7 +35,13 @@ def method_costs(table: pd.DataFrame) -> Figure:
     cost.hlines(places, table.seconds.min() / 2, table.seconds, color="#dddddd", lw=1)
     cost.scatter(table.seconds, places, c=colors, s=45, zorder=3)
     for place, seconds in zip(places, table.seconds, strict=True):
-        cost.annotate(f"{seconds:.2g} s", (seconds, place), xytext=(7, -3), textcoords="offset points", fontsize=8)
+        cost.annotate(
+            f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s",
+            (seconds, place),
+            xytext=(7, -3),
+            textcoords="offset points",
+            fontsize=8,
+        )
     cost.set(xscale="log", xlabel="seconds a token", xlim=(table.seconds.min() / 2, table.seconds.max() * 3))
     cost.set_yticks(places, table.method)
     exact.scatter(table.exact, places, c=colors, s=45)
