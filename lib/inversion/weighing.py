@@ -50,7 +50,8 @@ def against_peers(tokens: pd.DataFrame, prompts: pd.DataFrame, peers: pd.DataFra
 
 def methods(bench: pd.DataFrame) -> pd.DataFrame:
     """What `make bench` measured, as a figure needs it: ``method, seconds`` (mean a token; a lower bound where tokens
-    were stopped at the cap: the method's name, with how many tokens it met, then says so), ``exact`` (share of its tokens) and ``ours``."""
+    were stopped at the cap: the method's name, with how many tokens it met, then says so), ``exact`` (share of its
+    tokens) and ``ours``."""
     kinds = {True: ", at least", False: ""}
     names = [f"{row.method} ({row.tokens} tokens{kinds[row.capped > 0]})" for row in bench.itertuples()]
     table = pd.DataFrame({"method": names, "seconds": bench["mean"], "exact": bench.right / bench.tokens})
