@@ -83,6 +83,9 @@ weighing.costs(prompts, tokens).round(3)
 table = weighing.against_peers(tokens, prompts, peers)
 table.round(3)
 
+# %% [markdown]
+# The share of these tokens that needs more than so many candidates:
+
 # %%
 one = table.index[0]
 same = tokens.prompt.isin(peers[peers.configuration == one].prompt)
