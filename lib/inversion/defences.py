@@ -51,7 +51,9 @@ def pool(proposer: Proposer, ids: Tensor, position: int, size: int) -> Pool:
         return Pool(first, reader.candidates(first, cache), expected[first])
     likely, rest = first[: size // 2], first[size // 2 :]
     states = reader.candidates(likely, cache)
-    apart = channels.squared(states[0], foretold(proposer.usual(position), likely, states).states_of(rest))
+    before = reader.states(ids[None, :position])[0, -1]
+    local = foretold(proposer.usual(position), before, likely, states)
+    apart = channels.squared(states[0], local.states_of(rest))
     near = rest[apart.argsort()[: size - len(likely)]]
     chosen = torch.cat([likely, near])
     return Pool(chosen, torch.cat([states, reader.candidates(near, cache)]), expected[chosen])

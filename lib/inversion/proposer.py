@@ -1,9 +1,14 @@
 """Guesses for all tokens of a prompt at once, from its states alone and without a model call.
 
-Three things tell of a token: a linear probe reads its embedding off the state; tables hold what state every token has
-behind an ordinary prefix, which resembles the state that it has behind any; and the state before says what the model
-expected, since h_{t-1} behind all layers and the norm *is* the input of the output layer. Guesses cost matrix products;
-whether they are right is for :mod:`lib.inversion.verified` to find out.
+A token's state is, but for a rest, a sum of two: what the token brings, whatever stands before it, and what the state
+before brings, whatever the token. Both are linear in what is known, the token's embedding and its state as a prompt of
+its own, and the state before; the rest is taken for normal with one covariance for all tokens (:class:`Usual`). With
+the language model's expectation, which h_{t-1} behind all layers and the norm holds in itself, Bayes' rule then ranks
+the vocabulary:
+
+    log p(v | h_t, h_{t-1}) = log p(v | h_{t-1}) - w/2 |h_t - A x_v - B h_{t-1} - c|^2_S + a constant
+
+This is ours. A guess costs a matrix product; whether it is right is for :mod:`lib.inversion.verified` to find out.
 """
 
 import functools
@@ -19,45 +24,63 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lib import files, paths
-from lib.inversion import corpus
+from lib.inversion import corpus, fitting
+from lib.inversion.fitting import TOKENS, Fitted
 from lib.inversion.reader import InversionError, Reader
 
-VERSION = 3  # raised by hand when a proposer fitted before would be another one
-TOKENS = 24_000  # read to fit a probe: half text, half random ids
-SEQUENCE = 128  # tokens of a sequence that is read
-BATCH = 8
-RIDGE = 1e-3  # of the states' mean square
-TEMPERATURE, FLOOR = 0.2, 1.5e-8  # of both cosines; added to probabilities (e^-18)
+VERSION = 4  # raised by hand when a proposer fitted before would be another one
+WEIGHT = 0.1  # w: a state's coordinates tell less together than if the rest were normal
+EVEN = 0.5  # of all expectation is spread evenly: the text may be none
 WORDS = 0.3  # of all expectation, for ids that continue a word that a text begins with
 LONGEST_WORD = 6  # ids
-PREFIXES = {
-    "second": "The",
-    "later": "It is a",
-}  # behind which tables' states are read: a second token's, a later one's
+KINDS = ("second", "later")  # tokens of a prompt; behind a single one states are of another make
 
 
 class Usual:
-    """States [V, d] that all tokens have behind one ordinary prefix; their mean, what they are without it, and how long
-    that is."""
+    """What states tokens have: v behind a state h about N(``table``[v] + h B + c, S).
 
-    def __init__(self, states: Tensor):
-        self.states, self.middle = states, states.mean(0)
-        self.centred = states - self.middle
-        self.lengths = self.centred.norm(dim=-1).clamp(min=1e-12)
+    Of ``features`` [V, f] of all tokens, fitted ``weights`` [f + d + 1, d] (those of a token's features, B, c) and the
+    ``covariance`` S [d, d].
+    """
+
+    def __init__(self, features: Tensor, weights: Tensor, covariance: Tensor):
+        self.table = features @ weights[: features.shape[1]]
+        self.context, self.constant = weights[features.shape[1] : -1], weights[-1]
+        self.covariance = covariance
+        self.whitened = functools.lru_cache(maxsize=1)(self._whitened)
+
+    def behind(self, before: Tensor) -> Tensor:
+        """What states [..., d] before a token bring to its own [..., d]."""
+        return before @ self.context + self.constant
+
+    def _whitened(self, noise: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+        """A root L [d, d] of S^-1 = L L', with ``noise`` on every coordinate added to S; the table times L, and the
+        squared lengths [V] of its rows."""
+        wide = self.covariance.double() + noise * torch.eye(len(self.covariance)).to(self.covariance).double()
+        root = torch.linalg.cholesky(torch.linalg.inv(wide)).to(self.table)
+        table = self.table @ root
+        return root, table, table.square().sum(-1)
+
+    def misfit(self, states: Tensor, before: Tensor, noise: float = 0.0) -> Tensor:
+        """Mahalanobis distances |h - A x_v - B h' - c|^2_S [..., V] of states [..., d] behind others [..., d]."""
+        root, table, lengths = self.whitened(noise)
+        own = (states - self.behind(before)) @ root
+        return own.square().sum(-1, keepdim=True) - 2 * own @ table.T + lengths
 
 
 class Proposer:
-    """A linear probe [d + 1, d] from states to unit embeddings, and the usual states of a prompt's ``second`` token and
-    of ``later`` ones; ``seconds`` that these took to set up."""
+    """What states a prompt's ``second`` token and ``later`` ones have, each as (weights, covariance) of :class:`Usual`;
+    ``seconds`` that these took to set up."""
 
-    def __init__(self, reader: Reader, probe: Tensor, second: Tensor, later: Tensor, seconds: float = 0.0):
-        self.reader, self.probe, self.seconds = reader, probe, seconds
-        self.second, self.later = Usual(second), Usual(later)
+    def __init__(self, reader: Reader, second: Fitted, later: Fitted, seconds: float = 0.0):
+        self.reader, self.seconds = reader, seconds
         self.unit = torch.nn.functional.normalize(reader.embedding, dim=-1)
+        known = fitting.features(reader)
+        self._usual = [Usual(known, *one) for one in (second, later)]
 
     def usual(self, position: int) -> Usual:
-        """Which of the tables resembles a position most."""
-        return self.second if position == 1 else self.later
+        """What states tokens have at a position behind the first."""
+        return self._usual[min(position, 2) - 1]
 
     @functools.cached_property
     def _continuations(self) -> dict[tuple[int, ...], list[int]]:
@@ -77,28 +100,27 @@ class Proposer:
         mixed[following] += WORDS / len(following)
         return mixed
 
-    def likeness(self, states: Tensor) -> Tensor:
-        """How well states [..., d] go with every token [..., V]: the cosines of what the probe reads with the token's
-        embedding, and of the state with the token's in the table (both less the table's mean), over 0.2."""
-        read = torch.nn.functional.normalize(_with_one(states) @ self.probe, dim=-1) @ self.unit.T
-        later = self.later
-        seen = torch.nn.functional.normalize(states - later.middle, dim=-1) @ later.centred.T / later.lengths
-        return (read + seen) / TEMPERATURE
+    def guesses(self, states: Tensor, expected: Tensor | None, noise: float = 0.0) -> Tensor:
+        """The most promising tokens [T - 1] behind the first for a prompt's states [T, d], where the model expected
+        [T - 1, V]; by the states alone where nothing is known of that. ``noise``: variance that a channel added."""
+        found = []
+        for position, rows in ((1, slice(1, 2)), (2, slice(2, None))):
+            before = states[rows.start - 1 : -1][: 1 if position == 1 else None]
+            score = -WEIGHT / 2 * self.usual(position).misfit(states[rows], before, noise)
+            if expected is not None:
+                score += prior(expected[position - 1 :][: len(score)])
+            found.append(score.argmax(-1))
+        return torch.cat(found)
 
-    def best(self, states: Tensor, expected: Tensor | None) -> Tensor:
-        """The most promising token [B] for states [B, d]; by likeness alone where nothing is known of expectations."""
-        score = self.likeness(states)
-        return (score if expected is None else score + torch.log(expected + FLOOR)).argmax(-1)
+    def order(self, position: int, state: Tensor, before: Tensor, expected: Tensor, noise: float = 0.0) -> Tensor:
+        """The vocabulary [V], most promising first, for a state [d] behind another [d] where the model expected [V]."""
+        far = self.usual(position).misfit(state, before, noise)
+        return (WEIGHT / 2 * far - prior(expected)).argsort()
 
-    def order(self, states: Tensor, probabilities: Tensor) -> Tensor:
-        """The vocabulary [B, V], most promising first, for states [B, d] where the model expected ``probabilities``.
 
-        Every token takes the better of its ranks by two scores: likeness + log(p + e^-18), and p alone; the first is
-        right more often, and what it misses the second may have.
-        """
-        score = self.likeness(states) + torch.log(probabilities + FLOOR)
-        by_score, by_expectation = ranks(-score), ranks(-probabilities)
-        return (torch.minimum(by_score, by_expectation) * 2 + (by_expectation < by_score)).argsort(-1)
+def prior(expected: Tensor) -> Tensor:
+    """The logarithm of what is expected of tokens [..., V], a half of it spread evenly."""
+    return torch.log((1 - EVEN) * expected + EVEN / expected.shape[-1])
 
 
 def ranks(scores: Tensor) -> Tensor:
@@ -108,15 +130,11 @@ def ranks(scores: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(-1, order, places)
 
 
-def _with_one(states: Tensor) -> Tensor:
-    return torch.cat([states, states.new_ones(*states.shape[:-1], 1)], -1)
-
-
 def fitted(reader: Reader, tokens: int = TOKENS, packages: Sequence[str] = corpus.FITTED, seed: int = 0) -> Proposer:
     """The proposer of a model and convention, from the cache folder or fitted and kept there.
 
-    ``packages`` are those whose docstrings it is fitted on, half and half with random ids, ``tokens`` in all. With it
-    comes the reader's table of one-token prompts. Three tables of the embedding matrix's size are kept.
+    ``packages`` are those whose docstrings it is fitted on, ``tokens`` the number of tokens that are read for later
+    positions. With it comes the reader's table of one-token prompts.
 
     Raises:
         InversionError: what lies in the cache is of another model, or damaged.
@@ -125,9 +143,13 @@ def fitted(reader: Reader, tokens: int = TOKENS, packages: Sequence[str] = corpu
     with files.locked(path):
         if not path.exists():
             started = time.perf_counter()
-            probe = fit(reader, sequences(reader, corpus.docstrings(packages), tokens, seed))
-            found = {"probe": probe.contiguous(), "first": reader.first_states}
-            found |= {name: usual_states(reader, prefix) for name, prefix in PREFIXES.items()}
+            texts = corpus.docstrings(packages)
+            found = {"first": reader.first_states}
+            chosen = {"second": fitting.pairs(reader, texts, min(fitting.PAIRS, tokens), seed)}
+            chosen["later"] = fitting.sequences(reader, texts, tokens, seed)
+            for kind, ids in chosen.items():
+                weights, covariance = fitting.fit(reader, ids)
+                found |= {kind: weights.contiguous(), f"{kind} covariance": covariance.contiguous()}
             about = {"identity": json.dumps(identity), "seconds": f"{time.perf_counter() - started:.1f}"}
             with files.building(path) as unfinished:
                 save_file(found, unfinished, metadata=about)
@@ -163,50 +185,15 @@ def read(reader: Reader, path: Path) -> Proposer:
     """
     try:
         with safe_open(path, "pt", device=str(reader.device)) as kept:
-            probe, first, second, later = (kept.get_tensor(name) for name in ("probe", "first", *PREFIXES))
+            first = kept.get_tensor("first")
+            both = [(kept.get_tensor(kind), kept.get_tensor(f"{kind} covariance")) for kind in KINDS]
             seconds = float(kept.metadata()["seconds"])
     except (OSError, KeyError, ValueError, TypeError, SafetensorError) as error:
         raise InversionError(f"proposer {path}: cannot be read ({error}); delete it, and it is fitted again") from error
-    if probe.shape != (reader.width + 1, reader.width) or later.shape != reader.embedding.shape:
+    if first.shape != reader.embedding.shape:
         raise InversionError(
-            f"proposer {path}: is for {len(later)} ids of width {probe.shape[1]}, expected {len(reader.embedding)} of "
+            f"proposer {path}: is for {len(first)} ids of width {first.shape[1]}, expected {len(reader.embedding)} of "
             f"width {reader.width}: of another model"
         )
     reader.first_states = first
-    return Proposer(reader, probe, second, later, seconds)
-
-
-def usual_states(reader: Reader, prefix: str = PREFIXES["later"]) -> Tensor:
-    """States [V, d] of every token behind one prefix."""
-    ids = reader.backbone.tokenizer(prefix, add_special_tokens=False)["input_ids"]
-    cache = reader.read(torch.tensor([ids], dtype=torch.long, device=reader.device))
-    return reader.candidates(torch.arange(len(reader.embedding), device=reader.device), cache)
-
-
-def sequences(reader: Reader, texts: Sequence[str], tokens: int, seed: int) -> Tensor:
-    """Ids [n, 128] to fit on: half of them text, half drawn at random."""
-    half = max(1, tokens // 2 // SEQUENCE)
-    rng = torch.Generator().manual_seed(seed)
-    rows: list[Tensor] = []
-    for place in torch.randperm(len(texts), generator=rng).tolist():
-        ids = reader.backbone.tokenizer(texts[place], add_special_tokens=False)["input_ids"]
-        rows += torch.tensor(ids[: len(ids) // SEQUENCE * SEQUENCE], dtype=torch.long).view(-1, SEQUENCE)
-        if len(rows) >= half:
-            break
-    drawn = torch.randint(len(reader.embedding), (half, SEQUENCE), generator=rng)
-    return torch.cat([torch.stack(rows[:half]), drawn]) if rows else drawn
-
-
-def fit(reader: Reader, ids: Tensor) -> Tensor:
-    """The ridge regression [d + 1, d] from states to unit embeddings, first positions left out, in float64."""
-    width = reader.width
-    square = torch.zeros(width + 1, width + 1, dtype=torch.float64)
-    cross = torch.zeros(width + 1, width, dtype=torch.float64)
-    unit = torch.nn.functional.normalize(reader.embedding, dim=-1)
-    for part in ids.split(BATCH):
-        part = part.to(reader.device)
-        states = _with_one(reader.states(part)[:, 1:]).flatten(0, 1).cpu().double()
-        square += states.T @ states
-        cross += states.T @ unit[part[:, 1:]].flatten(0, 1).cpu().double()
-    ridge = RIDGE * square.diagonal().mean() * torch.eye(width + 1, dtype=torch.float64)
-    return torch.linalg.solve(square + ridge, cross).to(unit)
+    return Proposer(reader, *both, seconds)

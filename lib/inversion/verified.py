@@ -24,14 +24,13 @@ from torch import Tensor
 from lib.inversion import attackers, channels, continuous, diagnostics
 from lib.inversion.channels import Channel, Sighting
 from lib.inversion.continuous import check_states
-from lib.inversion.proposer import Proposer, Usual, ranks
+from lib.inversion.proposer import WEIGHT, Proposer, Usual, prior, ranks
 from lib.inversion.reader import CHUNK, InversionError, Prefixes, Reader, view
 
 CONSISTENT, UNIQUE, SWEPT, AMBIGUOUS, BEST = "consistent", "locally unique", "swept", "ambiguous class", "best effort"
 UNCERTAIN_FIRST = (BEST, AMBIGUOUS, CONSISTENT, UNIQUE, SWEPT)
 FACTOR = 10.0  # a token is accepted within so many times the numerical floor, and unique if the next is so much farther
 RIDGE = 1.0  # of the regression in context, of the tried states' mean square
-TRUST = 50.0  # by how much the squared error of that regression is divided before it is weighed against expectations
 FEWEST, NARROW = 4096, 8192  # tokens that are ranked anew from states of less than FEW tries, and of less than MANY
 FEW, MANY = 96, 512
 SHARE = 2  # tries by foretold states to one by the language model's expectation alone, should the former mislead
@@ -47,9 +46,9 @@ class Settings:
     Behind every stage of at least ``refit`` tries the rest is ranked anew from them. A search that ``park`` tries did
     not end waits until all others are through. Then a proxy is driven for all that wait together, for ``steps`` (0:
     never): at once if there are ``enough`` of them, since a step costs few rows as much as many, and behind each stage
-    of ``again`` from where they then are, at the learning ``rates`` in turn. ``table``: the first token is looked up in
-    that of all one-token prompts. ``tolerance`` on |h - h'|^2 / |h|^2: None measures it. ``scan``: whether the whole
-    vocabulary comes last; not for tokens behind one that is lost: not proven, and not much nearer than the next.
+    of ``again`` from where they then are, at the learning ``rates`` in turn. ``tolerance`` on |h - h'|^2 / |h|^2: None
+    measures it. ``scan``: whether the whole vocabulary comes last; not for tokens behind one that is lost: not proven,
+    and not much nearer than the next.
     """
 
     ahead: int = 8
@@ -60,7 +59,6 @@ class Settings:
     again: tuple[int, ...] = (512, 2048)
     steps: int = 50
     rates: tuple[float, ...] = (0.05, 0.2)
-    table: bool = True
     tolerance: float | None = None
     scan: bool = True
 
@@ -129,6 +127,12 @@ def numerical_floor(
     return max(worst, float(torch.finfo(whole.dtype).eps) ** 2)
 
 
+def added(channel: Channel, states: Tensor, rows: int = 256) -> float:
+    """The mean square of what a channel adds to states [n, d], by some of them: as noise, whatever it is."""
+    some = states[:: max(1, len(states) // rows)]
+    return float((channel.release(some, torch.Generator().manual_seed(0)) - some).square().mean())
+
+
 @functools.lru_cache(maxsize=8)
 def _shared_rows(reader: Reader) -> frozenset[int]:
     return frozenset(diagnostics.duplicates(reader.embedding))
@@ -136,22 +140,22 @@ def _shared_rows(reader: Reader) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Local:
-    """States in one context, foretold from those that were tried there: ``states_of(ids)`` [W, d], and the mean squared
-    error of a tried one when it is left out."""
+    """States in one context, foretold from those that were tried there: ``states_of(ids)`` [W, d], and the ``errors``
+    [C, d] of the tried ones, each when it is left out."""
 
     states_of: Callable[[Tensor], Tensor]
-    error: float
+    errors: Tensor
 
 
-def foretold(usual: Usual, ids: Tensor, states: Tensor) -> Local:
-    """Fit how states [C, d] of tried ids [C] differ from their usual ones, behind the proposer's prefix.
+def foretold(usual: Usual, before: Tensor, ids: Tensor, states: Tensor) -> Local:
+    """Fit how states [C, d] of tried ids [C] differ from what is usual behind the state [d] of the token before.
 
-    A ridge regression of the differences on these states t_v, which is to say a prior that the context only shifts
-    them: h_v = t_v + mean + W' (t_v - mean), W = (X'X + lambda I)^-1 X'D, in its dual form where fewer are tried than
-    there are coordinates.
+    A ridge regression of the differences on what the tokens bring, t_v, which is to say a prior that the context only
+    shifts them: h_v = u_v + mean + W' (t_v - mean), W = (X'X + lambda I)^-1 X'D, in its dual form where fewer are tried
+    than there are coordinates.
     """
-    table = usual.centred
-    inputs, apart = table[ids], states - usual.states[ids]
+    table, common = usual.table, usual.behind(before)
+    inputs, apart = table[ids], states - table[ids] - common
     middle, shift = inputs.mean(0), apart.mean(0)
     inputs, apart = inputs - middle, apart - shift
     ridge = RIDGE * inputs.square().sum(-1).mean().clamp(min=1e-12)
@@ -167,11 +171,11 @@ def foretold(usual: Usual, ids: Tensor, states: Tensor) -> Local:
         left_out = (apart - inputs @ slope) / (1 - leverage)
 
     def states_of(wanted: Tensor) -> Tensor:
-        features = table[wanted] - middle
-        moved = (features @ inputs.T) @ weights if slope is None else features @ slope
-        return usual.states[wanted] + shift + moved
+        own = table[wanted] - middle
+        moved = (own @ inputs.T) @ weights if slope is None else own @ slope
+        return table[wanted] + common + shift + moved
 
-    return Local(states_of, float(left_out.square().sum(-1).mean()))
+    return Local(states_of, left_out)
 
 
 def invert(
@@ -227,6 +231,7 @@ class _Run:
         self.lost: set[int] = set()  # prompts with a token that is neither proven nor alone
         self.read, self.round = 0, 0
         self.failed: dict[int, Tensor] = {}  # the state of each prompt's guess that failed
+        self.noise = added(channel, reader.first_states)
         self.guesses = self._guess()
 
     @property
@@ -253,15 +258,14 @@ class _Run:
             guesses[i, 0] = self.first_order(row)[0]
             if self.tokens > 1:
                 expected = self.reader.expected(row[:-1])
-                guesses[i, 1:] = self.proposer.best(row[1:], expected)
+                if expected is not None:
+                    expected[0] = self.proposer.word_prior(expected[0], guesses[i, :1])
+                guesses[i, 1:] = self.proposer.guesses(row, expected, self.noise)
         return guesses
 
     def first_order(self, row: Tensor) -> Tensor:
         """The vocabulary [V] in the order in which it is tried for the first token of a prompt, states [T, d]."""
-        if self.settings.table:
-            nothing = row[:0]
-            return self.channel.misfit(Sighting(row[:1], nothing), self.reader.first_states).argsort()
-        return self.proposer.likeness(row[:1])[0].argsort(descending=True)
+        return self.channel.misfit(Sighting(row[:1], row[:0]), self.reader.first_states).argsort()
 
     def prove(self, rows: Tensor) -> Tensor:
         """Read the next guesses of some prompts and commit those that reproduce their states, up to the first failure.
@@ -409,7 +413,8 @@ class _Search:
         if self.position == 0:
             order = run.first_order(run.states[row])
         else:
-            order = run.proposer.order(self.seen.row[None], self.expected[None])[0]
+            before = run.known[row, self.position - 1]
+            order = run.proposer.order(self.position, self.seen.row, before, self.expected, run.noise)
         guess = run.guesses[row, self.position]
         self.order = order[order != guess]
         self.ids, self.states, self.found, self.tried = [], [], [], 0
@@ -464,15 +469,25 @@ class _Search:
 
     def rank_anew(self) -> None:
         """Order what is left by the best of its ranks: by states foretold from everything tried in this very context
-        together with what the language model expects, by the latter alone, and by nearness to what was driven."""
-        tried, proposer = torch.cat(self.ids), self.run.proposer
-        local = foretold(proposer.usual(self.position), tried, torch.cat(self.states))
+        together with what the language model expects, by the latter alone, and by nearness to what was driven. A
+        first token's states are known to begin with."""
+        if self.position == 0:
+            return
+        run, tried, usual = self.run, torch.cat(self.ids), self.run.proposer.usual(self.position)
+        before = run.known[self.row, self.position - 1]
+        local = foretold(usual, before, tried, torch.cat(self.states))
         some = self.order if len(tried) >= MANY else self.order[: FEWEST if len(tried) < FEW else NARROW]
-        apart = self.run.channel.misfit(self.seen, local.states_of(some))
-        if not self.run.channel.likelihood:
-            apart = TRUST * apart / (2 * max(local.error, 1e-30))
+        if run.channel.name == "clean":
+            root, _, _ = usual.whitened()
+            apart = ((local.states_of(some) - self.seen.row) @ root).square().sum(-1)
+            error = (local.errors @ root).square().mean()
+        else:
+            apart = run.channel.misfit(self.seen, local.states_of(some))
+            error = local.errors.square().mean()
+        if not run.channel.likelihood:
+            apart = WEIGHT / 2 * apart / error.clamp(min=1e-30)
         best = torch.stack([SHARE * self.by_expectation, *self.by_proxy]).amin(0)[self.order]
-        by_states = ranks(apart - torch.log(self.expected[some] + attackers.FLOOR))
+        by_states = ranks(apart - prior(self.expected)[some])
         best[: len(some)] = torch.minimum(best[: len(some)], by_states)
         self.order = self.order[best.argsort(stable=True)]
 
