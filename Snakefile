@@ -174,7 +174,7 @@ rule inversion:
         f"{python} inversion --scale {scale} --partly"
 
 
-for kind in ("sets", "peers", "sweep", "swept", "cascade", "utility"):
+for kind in ("sets", "peers", "proposals", "sweep", "swept", "cascade", "utility"):
 
     rule:
         name:
@@ -190,7 +190,7 @@ for kind in ("sets", "peers", "sweep", "swept", "cascade", "utility"):
 
 rule fast:
     input:
-        [path for kind in ("sets", "peers", "sweep", "swept", "cascade", "utility") for path in parts_of(kind)],
+        [path for kind in ("sets", "peers", "proposals", "sweep", "swept", "cascade", "utility") for path in parts_of(kind)],
     output:
         defended.folder / "result.json",
     shell:

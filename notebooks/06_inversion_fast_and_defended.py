@@ -47,17 +47,26 @@ print(f"{params.fast.model}: {found.values['vocabulary']:,} tokens; {found.value
 # bits. So nothing can be wrong that was accepted, whatever proposed it, and all that matters is how soon the right token is
 # tried:
 #
-# 1. **Propose** every token of the prompt at once, without the model. A linear probe reads the embedding off $h_t$; a table
-#    holds the state of every token behind one ordinary prefix (*It is a*), which resembles its state behind any; and $h_{t-1}$
-#    is what the output layer reads, so it says which tokens the model expected at $t$. The first token is looked up among the
-#    states of all one-token prompts; and where it is half a word, what may continue it is looked up among the words that the
-#    vocabulary itself holds, since a model that never saw a text begin with half a word expects little of its other half.
+# 1. **Propose** every token of the prompt at once, without the model. A state is, to a good part, a sum: what its token $v$
+#    brings, whatever stands before it, and what the state before brings, whatever the token,
+#    $h_t = A x_v + B h_{t-1} + c + e$, with $x_v$ the token's embedding and its state as a prompt of its own, and $e$ normal with
+#    one covariance $S$ for all tokens. $A$, $B$, $c$ and $S$ are fitted once on what docstrings, the model's own writing and
+#    random ids give. And $h_{t-1}$ is what the output layer reads, so it also says which tokens the model expected at $t$. Bayes'
+#    rule puts both together, $\log p(v \mid h_{t-1}) - \tfrac w2 \lVert h_t - A x_v - B h_{t-1} - c \rVert^2_S$: one matrix product
+#    ranks the vocabulary. (Second tokens have a fit of their own; the first is looked up among the states of all one-token
+#    prompts; and where that is half a word, what may continue it is looked up among the words that the vocabulary holds.)
 # 2. **Prove** the next guesses in one forward pass, up to the first that is wrong.
 # 3. **Repair** it: growing batches of candidates side by side in one row, each seeing the prefix and itself. What failed is
-#    not lost: the states of failed candidates show how this context differs from the table's, $h_v \approx t_v + \mu + k_v^\top
-#    (K + \lambda I)^{-1} D$ (ridge regression on the tried, $K$ the inner products of their table states, $D$ what their states
-#    differ by), and foretell all others, which are ranked anew after every batch. At the very end stands the whole vocabulary.
+#    not lost: the states of failed candidates show how this context differs from the usual, and by ridge regression on them all
+#    others are foretold anew after every batch. At the very end stands the whole vocabulary.
 #
+# How far this takes one, without a single try: where the true token of a prompt stands behind its true prefix, by the language
+# model's expectation alone, by the states alone, and by both.
+
+# %%
+weighing.at_first_sight(found.table("proposals.parquet")).round(3)
+
+# %% [markdown]
 # One prompt, token by token: what was guessed, in which round it was found, how many candidates were tried, and how sure the
 # answer is. *Residual* is $\lVert h - h' \rVert^2 / \lVert h \rVert^2$, the *margin* the runner-up's residual over it, of those tried.
 

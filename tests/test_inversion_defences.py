@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from lib import models
-from lib.inversion import attackers, channels, defences, proposer, verified
+from lib.inversion import attackers, channels, defences, fitting, proposer, verified
 from lib.inversion.channels import Sighting, named
 from lib.inversion.defences import Pool
 from lib.inversion.reader import Convention, InversionError, Reader
@@ -23,8 +23,7 @@ def reader():
 @pytest.fixture(scope="module")
 def own(reader):
     ids = torch.randint(1024, (20, 64), generator=torch.Generator().manual_seed(1))
-    tables = (proposer.usual_states(reader, prefix) for prefix in proposer.PREFIXES.values())
-    return proposer.Proposer(reader, proposer.fit(reader, ids), *tables)
+    return proposer.Proposer(reader, fitting.fit(reader, ids[:, :40].reshape(-1, 2)), fitting.fit(reader, ids))
 
 
 def drawn(prompts, tokens, seed=0):

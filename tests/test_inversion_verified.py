@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lib import models
-from lib.inversion import corpus, proposer, verified
-from lib.inversion.reader import Convention, InversionError, Prefixes, Reader
+from lib.inversion import corpus, fitting, proposer, verified
+from lib.inversion.reader import Convention, Prefixes, Reader
 
 NAMES = ("tiny-gpt2", "tiny-llama")
 CONVENTIONS = (Convention(), Convention(norm="pre"), Convention(layer=2, norm="pre"))
@@ -16,8 +16,8 @@ SETTINGS = verified.Settings(ahead=3, stages=(4, 16, 64), refit=16)
 
 
 def proposed(reader, ids):
-    tables = (proposer.usual_states(reader, prefix) for prefix in proposer.PREFIXES.values())
-    return proposer.Proposer(reader, proposer.fit(reader, ids), *tables)
+    pairs = ids[:, :40].reshape(-1, 2)
+    return proposer.Proposer(reader, fitting.fit(reader, pairs), fitting.fit(reader, ids))
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +56,9 @@ def test_every_prompt_comes_back_exactly(made, name, convention):
 
 def blind(reader):
     """A proposer that knows nothing."""
-    generator = torch.Generator().manual_seed(5)
-    noise = torch.randn(
-        reader.width + 1 + len(reader.embedding), reader.width, generator=generator, dtype=torch.float64
-    )
-    probe, table = noise.split([reader.width + 1, len(reader.embedding)])
-    return proposer.Proposer(reader, probe, table, table)
+    generator, width = torch.Generator().manual_seed(5), reader.width
+    weights = torch.randn(3 * width + 1, width, generator=generator, dtype=torch.float64)
+    return proposer.Proposer(reader, *[(weights, torch.eye(width, dtype=torch.float64))] * 2)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -100,15 +97,12 @@ def test_any_sequence_within_the_context_comes_back(made, name, sequence):
     assert verified.invert(reader, reader.states(ids), own, SETTINGS).ids.tolist() == [sequence]
 
 
-def test_a_class_of_equal_rows_is_named(made):
-    reader, own = made("tiny-llama")
+def test_a_class_of_equal_rows_is_named():
     other = Reader(models.load("tiny-llama", dtype=torch.float64))
     with torch.no_grad():
         other.embedding[7] = other.embedding[900]
     ids = torch.tensor([[3, 900, 5]])
-    found = verified.invert(
-        other, other.states(ids), proposer.Proposer(other, own.probe, own.second.states, own.later.states), SETTINGS
-    )
+    found = verified.invert(other, other.states(ids), blind(other), SETTINGS)
     assert found.tokens.status.tolist()[1] == verified.AMBIGUOUS and int(found.ids[0, 1]) in (7, 900)
     assert found.ids[0, [0, 2]].tolist() == [3, 5]
 
@@ -146,19 +140,16 @@ def test_a_margin_tells_the_answer_from_the_runner_up(made):
     assert np.isnan(found.tokens.margin[found.tokens.candidates == 1]).all()
 
 
-def test_a_proposer_of_another_width_is_refused(made, tmp_path):
-    from safetensors.torch import save_file
-
-    reader, _ = made("tiny-llama")
-    parts = {"probe": torch.zeros(33, 32)} | {name: torch.zeros(1000, 32) for name in ("first", "second", "later")}
-    save_file(parts, tmp_path / "p.safetensors", metadata={"seconds": "1.0"})
-    with pytest.raises(
-        InversionError, match="is for 1000 ids of width 32, expected 1024 of width 64: of another model"
-    ):
-        proposer.read(reader, tmp_path / "p.safetensors")
-    (tmp_path / "p.safetensors").write_bytes(b"not one")
-    with pytest.raises(InversionError, match="delete it, and it is fitted again"):
-        proposer.read(reader, tmp_path / "p.safetensors")
+def test_a_token_whose_rounding_is_beyond_the_tolerance_is_computed_the_plain_way(made):
+    """States to the bit as plain passes give them, and a tolerance of a hundredth of the cached path's error."""
+    reader, own = made("tiny-llama")
+    ids = drawn(1, 6)
+    strict = verified.numerical_floor(reader) / 100
+    settings = verified.Settings(ahead=3, stages=(4, 16, 64), refit=16, tolerance=strict)
+    states = torch.cat([reader.states(ids[:, : t + 1])[:, -1:] for t in range(6)], 1)
+    found = verified.invert(reader, states, own, settings)
+    assert found.exact(ids).all() and (found.tokens.status != verified.BEST).all()
+    assert (found.tokens.residual <= strict).all() and found.tokens.candidates.max() < 1024
 
 
 # What continues a word
@@ -191,14 +182,14 @@ class Pieces:
 
 def test_words_of_the_vocabulary_tell_what_continues_the_beginning_of_a_text():
     """The one word, plans, is an id as it stands; Plans is P + l + ans, and PLANS is PL + AN + S."""
-    assert corpus.continuations(Pieces()) == {(0,): [1], (0, 1): [3], (4,): [5], (4, 5): [6]}
+    assert corpus.continuations(corpus.split_words(Pieces())) == {(0,): [1], (0, 1): [3], (4,): [5], (4, 5): [6]}
 
 
 def test_half_a_word_shares_its_expectation_with_what_may_continue_it(made):
     _, own = made("tiny-llama")
-    own._continuations = {(7,): [3, 5, 9_999_999]}
+    own.continuations = {(7,): [3, 5, 9_999_999]}
     even = torch.full((8,), 1 / 8, dtype=torch.float64)
     mixed = own.word_prior(even, torch.tensor([7]))
     assert mixed.tolist() == pytest.approx([0.0875, 0.0875, 0.0875, 0.2375, 0.0875, 0.2375, 0.0875, 0.0875])
     assert own.word_prior(even, torch.tensor([6])) is even  # no word begins so
-    del own._continuations
+    own.continuations = {}

@@ -112,6 +112,7 @@ def test_modules_import_one_way():
         "inversion.channels",
         "inversion.diagnostics",
         "inversion.corpus",
+        "inversion.fitting",
         "inversion.proposer",
         "inversion.attackers",
         "inversion.verified",

@@ -3,7 +3,7 @@
 import ast
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +54,20 @@ def _of_file(path: Path) -> Iterator[str]:
                 yield text
 
 
-def continuations(tokenizer: Any) -> dict[tuple[int, ...], list[int]]:
-    """Which ids go on with a word that begins a text: for all ids of its beginning, those that may come next.
-
-    The words are those that the vocabulary itself holds behind a space, in three spellings: as they stand, capitalised,
-    in capitals. At a text's beginning, without the space, most of them are split. Empty where no id holds a word with
-    the space before it.
+def split_words(tokenizer: Any) -> list[list[int]]:
+    """How words are split at a text's beginning, ids of each: those that the vocabulary itself holds behind a space, in
+    three spellings: as they stand, capitalised, in capitals. Empty where no id holds a word with the space before it.
     """
     held = (tokenizer.decode([one]) for one in range(len(tokenizer)))
     words = {text[1:] for text in held if text[:1] == " " and text[1:].isalpha()}
     spelled = sorted({form for word in words for form in (word, word.capitalize(), word.upper())})
+    return tokenizer(spelled, add_special_tokens=False)["input_ids"] if spelled else []
+
+
+def continuations(words: Iterable[Sequence[int]]) -> dict[tuple[int, ...], list[int]]:
+    """Which ids go on with a word that begins a text: for all ids of its beginning, those that may come next."""
     found: dict[tuple[int, ...], dict[int, None]] = {}
-    for ids in tokenizer(spelled, add_special_tokens=False)["input_ids"] if spelled else []:
+    for ids in words:
         for place in range(1, len(ids)):
             found.setdefault(tuple(ids[:place]), {})[ids[place]] = None
     return {begun: list(following) for begun, following in found.items()}

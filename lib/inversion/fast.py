@@ -33,7 +33,7 @@ from lib.results import (
 )
 from lib.training import accelerator, threads
 
-PROTOCOL = 1  # raised by hand when results would change
+PROTOCOL = 2  # raised by hand when results would change
 RANDOM_SEED = 3  # of prompts of random ids
 BENCH = "inversion_ratios.csv"  # of `make bench`: seconds a token by every method
 CASCADED = ("nearest", "aware", "aware, prior")  # attackers that read whole prompts
@@ -122,6 +122,8 @@ class Study:
                 yield self._set_unit(wanted, number)
         for name, count in self.fast.peers.items():
             yield self._peer_unit(next(one for one in self.fast.sets if one.name == name), count)
+        for name in self.fast.proposals:
+            yield self._proposal_unit(next(one for one in self.fast.sets if one.name == name))
         plan = self.fast.defences
         for prompt in range(plan.prompts):
             yield self._sweep_unit(f"sweep/prompt-{prompt:02d}", prompt, range(plan.tokens), plan.candidates)
@@ -189,6 +191,33 @@ class Study:
                 row = {"prompt": name, "position": position, "true_id": ids[position], "found_id": int(chosen)}
                 rows.append(row | {"candidates": tried, "seconds": time.perf_counter() - started})
         return {"tokens": len(rows)}, {"tokens.parquet": pd.DataFrame(rows).assign(configuration=wanted.name)}
+
+    def _proposal_unit(self, wanted: Set) -> Unit:
+        known = {"set": dataclasses.asdict(wanted), "proposer": dataclasses.asdict(self.fast.proposer)}
+        inputs = self._common("proposals", texts=self.texts, **known)
+        return Unit(f"proposals/{_plain(wanted.name)}", inputs, lambda: self._proposals(wanted))
+
+    def _proposals(self, wanted: Set) -> tuple[dict, dict[str, pd.DataFrame]]:
+        """Where the true token stands at first sight, behind its true prefix, by each part of the proposal alone and by
+        both."""
+        reader, own, rows = self.reader(wanted.convention), self.proposer(wanted.convention), []
+        for name, _, ids in self.prompts(wanted):
+            true = torch.tensor(ids, device=reader.device)
+            states = reader.states(true[None])[0]
+            for position in range(1, len(ids)):
+                here, before = states[position][None], states[position - 1][None]
+                expected = reader.expected(before)
+                if expected is None:
+                    expected = reader.next_probabilities(true[None, :position])
+                scores = {
+                    "language model": torch.log(expected),
+                    "states": own.scores(position, here, before, None),
+                    "both": own.scores(position, here, before, own.word_prior(expected[0], true[:position])[None]),
+                }
+                for order, score in scores.items():
+                    rank = int((score[0] > score[0, true[position]]).sum())
+                    rows.append({"prompt": name, "position": position, "order": order, "rank": rank})
+        return {"tokens": len(rows) // 3}, {"ranks.parquet": pd.DataFrame(rows).assign(configuration=wanted.name)}
 
     def _sweep_unit(self, name: str, prompt: int, positions, size: int | None) -> Unit:
         plan = self.fast.defences
@@ -335,6 +364,7 @@ def collect(fast: Fast) -> Result:
         "tokens.parquet": tokens,
         "prompts.parquet": exact_prompts(study, tokens, found),
         "peers.parquet": _stacked(found, "peers/", "tokens.parquet"),
+        "proposals.parquet": _stacked(found, "proposals/", "ranks.parquet"),
         "sweep.parquet": _stacked(found, "sweep/", "sweep.parquet"),
         "margins.parquet": _stacked(found, "sweep/", "margins.parquet"),
         "swept.parquet": _stacked(found, "swept/", "sweep.parquet"),

@@ -41,7 +41,7 @@ class Set:
 
 @dataclass(frozen=True)
 class Fitting:
-    """What proposers are fitted on: so many tokens, half of them docstrings of these packages."""
+    """What proposers are fitted on: so many tokens, a third of them docstrings of these packages."""
 
     tokens: int = at_least(2)
     packages: tuple[str, ...] = dataclasses.field()
@@ -81,6 +81,7 @@ class Fast:
     proposer: Fitting
     sets: tuple[Set, ...]
     peers: dict[str, int]
+    proposals: tuple[str, ...]
     defences: Defences
 
 
@@ -91,6 +92,7 @@ class _Own:
     proposer: Fitting
     sets: dict
     peers: dict
+    proposals: tuple[str, ...] = dataclasses.field()
     defences: Defences
 
 
@@ -113,6 +115,9 @@ def load(scale: str, overrides: dict[str, Any] | None = None, path: Path | None 
             raise ConfigError(
                 f"{path.name}: peers has {name!r}: {count!r}, expected a set and a number of its prompts."
             )
+    unknown = [name for name in own.proposals if name not in {one.name for one in sets}]
+    if unknown:
+        raise ConfigError(f"{path.name}: proposals has {unknown[0]!r}, expected names of sets.")
     for name in (*own.defences.channels, *own.defences.cascade.channels):
         channels.named(name)
     late = [place for place in own.defences.swept if place >= own.defences.tokens]
@@ -120,7 +125,7 @@ def load(scale: str, overrides: dict[str, Any] | None = None, path: Path | None 
         raise ConfigError(f"{path.name}: defences.swept has {late[0]}, expected less than {own.defences.tokens}.")
     if own.defences.cascade.prompts > own.defences.prompts:
         raise ConfigError(f"{path.name}: defences.cascade.prompts is more than {own.defences.prompts}, the sweep's.")
-    return Fast(scale, own.model, own.revision, own.proposer, sets, own.peers, own.defences)
+    return Fast(scale, own.model, own.revision, own.proposer, sets, own.peers, own.proposals, own.defences)
 
 
 def _set(name: str, values: Any, where: str) -> Set:

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lib.inversion import corpus
 from lib.inversion.reader import Reader
 
 TOKENS = 24_000  # read to fit later tokens: docstrings, text that the model writes, and random ids, a third each
@@ -65,9 +64,9 @@ def written(reader: Reader, begun: Tensor, length: int, seed: int) -> Tensor:
     return found.clamp(max=len(reader.embedding) - 1).cpu()
 
 
-def pairs(reader: Reader, texts: Sequence[str], count: int, seed: int) -> Tensor:
-    """First and second ids [n, 2] to fit on: random, neighbours in ``texts``, and how words that a text may begin with
-    begin (:func:`lib.inversion.corpus.continuations`), a third each."""
+def pairs(reader: Reader, texts: Sequence[str], words: Sequence[Sequence[int]], count: int, seed: int) -> Tensor:
+    """First and second ids [n, 2] to fit on: random, neighbours in ``texts``, and how split ``words`` begin
+    (:func:`lib.inversion.corpus.split_words`), a third each."""
     rng, part = torch.Generator().manual_seed(seed), max(1, count // 3)
     drawn = torch.randint(len(reader.embedding), (part, 2), generator=rng)
     rows: list[Tensor] = []
@@ -76,11 +75,10 @@ def pairs(reader: Reader, texts: Sequence[str], count: int, seed: int) -> Tensor
         rows += [torch.tensor(ids[place : place + 2]) for place in places.tolist()]
         if len(rows) >= part:
             break
-    begun = corpus.continuations(reader.backbone.tokenizer)
-    words = torch.tensor([(*before, one) for before, after in begun.items() if len(before) == 1 for one in after])
-    words = words[(words < len(reader.embedding)).all(-1)] if len(words) else drawn[:0]
-    words = words[torch.randperm(len(words), generator=rng)[:part]]
-    return torch.cat([drawn, *([torch.stack(rows[:part])] if rows else []), words])
+    begun = sorted({tuple(ids[:2]) for ids in words if len(ids) > 1})
+    begun = torch.tensor([pair for pair in begun if max(pair) < len(reader.embedding)], dtype=torch.long).view(-1, 2)
+    begun = begun[torch.randperm(len(begun), generator=rng)[:part]]
+    return torch.cat([drawn, *([torch.stack(rows[:part])] if rows else []), begun])
 
 
 def fit(reader: Reader, ids: Tensor) -> Fitted:

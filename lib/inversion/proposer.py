@@ -15,7 +15,7 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -33,6 +33,7 @@ WEIGHT = 0.1  # w: a state's coordinates tell less together than if the rest wer
 EVEN = 0.5  # of all expectation is spread evenly: the text may be none
 WORDS = 0.3  # of all expectation, for ids that continue a word that a text begins with
 LONGEST_WORD = 6  # ids
+NONE = -1  # where a word has no further id
 KINDS = ("second", "later")  # tokens of a prompt; behind a single one states are of another make
 
 
@@ -47,13 +48,13 @@ class Usual:
         self.table = features @ weights[: features.shape[1]]
         self.context, self.constant = weights[features.shape[1] : -1], weights[-1]
         self.covariance = covariance
-        self.whitened = functools.lru_cache(maxsize=1)(self._whitened)
+        self.whitened = functools.lru_cache(maxsize=2)(self._whitened)
 
     def behind(self, before: Tensor) -> Tensor:
         """What states [..., d] before a token bring to its own [..., d]."""
         return before @ self.context + self.constant
 
-    def _whitened(self, noise: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    def _whitened(self, noise: float) -> tuple[Tensor, Tensor, Tensor]:
         """A root L [d, d] of S^-1 = L L', with ``noise`` on every coordinate added to S; the table times L, and the
         squared lengths [V] of its rows."""
         wide = self.covariance.double() + noise * torch.eye(len(self.covariance)).to(self.covariance).double()
@@ -70,10 +71,18 @@ class Usual:
 
 class Proposer:
     """What states a prompt's ``second`` token and ``later`` ones have, each as (weights, covariance) of :class:`Usual`;
-    ``seconds`` that these took to set up."""
+    how ``words`` are split at a text's beginning; ``seconds`` that these took to set up."""
 
-    def __init__(self, reader: Reader, second: Fitted, later: Fitted, seconds: float = 0.0):
+    def __init__(
+        self,
+        reader: Reader,
+        second: Fitted,
+        later: Fitted,
+        words: Iterable[Sequence[int]] = (),
+        seconds: float = 0.0,
+    ):
         self.reader, self.seconds = reader, seconds
+        self.continuations = corpus.continuations(words)
         self.unit = torch.nn.functional.normalize(reader.embedding, dim=-1)
         known = fitting.features(reader)
         self._usual = [Usual(known, *one) for one in (second, later)]
@@ -82,17 +91,13 @@ class Proposer:
         """What states tokens have at a position behind the first."""
         return self._usual[min(position, 2) - 1]
 
-    @functools.cached_property
-    def _continuations(self) -> dict[tuple[int, ...], list[int]]:
-        return corpus.continuations(self.reader.backbone.tokenizer)
-
     def word_prior(self, expected: Tensor, before: Tensor) -> Tensor:
         """Expectations [V] behind the ids ``before`` [t] of a whole text; where these may be the beginning of a word, a
         part of them goes to what may continue it, evenly.
 
         A language model that never saw a text begin with half a word knows little of its other half.
         """
-        following = self._continuations.get(tuple(before.tolist()), []) if len(before) < LONGEST_WORD else []
+        following = self.continuations.get(tuple(before.tolist()), []) if len(before) < LONGEST_WORD else []
         following = [one for one in following if one < len(expected)]
         if not following:
             return expected
@@ -100,22 +105,14 @@ class Proposer:
         mixed[following] += WORDS / len(following)
         return mixed
 
-    def guesses(self, states: Tensor, expected: Tensor | None, noise: float = 0.0) -> Tensor:
-        """The most promising tokens [T - 1] behind the first for a prompt's states [T, d], where the model expected
-        [T - 1, V]; by the states alone where nothing is known of that. ``noise``: variance that a channel added."""
-        found = []
-        for position, rows in ((1, slice(1, 2)), (2, slice(2, None))):
-            before = states[rows.start - 1 : -1][: 1 if position == 1 else None]
-            score = -WEIGHT / 2 * self.usual(position).misfit(states[rows], before, noise)
-            if expected is not None:
-                score += prior(expected[position - 1 :][: len(score)])
-            found.append(score.argmax(-1))
-        return torch.cat(found)
-
-    def order(self, position: int, state: Tensor, before: Tensor, expected: Tensor, noise: float = 0.0) -> Tensor:
-        """The vocabulary [V], most promising first, for a state [d] behind another [d] where the model expected [V]."""
-        far = self.usual(position).misfit(state, before, noise)
-        return (WEIGHT / 2 * far - prior(expected)).argsort()
+    def scores(
+        self, position: int, states: Tensor, before: Tensor, expected: Tensor | None, noise: float = 0.0
+    ) -> Tensor:
+        """How likely every token [B, V] is, as a logarithm up to a constant, for states [B, d] at a position behind
+        others [B, d], where the model expected [B, V]; by the states alone where nothing is known of that. ``noise``:
+        variance that a channel added."""
+        found = self.usual(position).misfit(states, before, noise) * (-WEIGHT / 2)
+        return found if expected is None else found + prior(expected)
 
 
 def prior(expected: Tensor) -> Tensor:
@@ -143,9 +140,11 @@ def fitted(reader: Reader, tokens: int = TOKENS, packages: Sequence[str] = corpu
     with files.locked(path):
         if not path.exists():
             started = time.perf_counter()
-            texts = corpus.docstrings(packages)
-            found = {"first": reader.first_states}
-            chosen = {"second": fitting.pairs(reader, texts, min(fitting.PAIRS, tokens), seed)}
+            texts, words = corpus.docstrings(packages), corpus.split_words(reader.backbone.tokenizer)
+            words = [torch.tensor(ids[: LONGEST_WORD + 1]) for ids in words] or [torch.zeros(0, dtype=torch.long)]
+            words = torch.nn.utils.rnn.pad_sequence(words, batch_first=True, padding_value=NONE)
+            found = {"first": reader.first_states, "words": words}
+            chosen = {"second": fitting.pairs(reader, texts, _without_padding(words), min(fitting.PAIRS, tokens), seed)}
             chosen["later"] = fitting.sequences(reader, texts, tokens, seed)
             for kind, ids in chosen.items():
                 weights, covariance = fitting.fit(reader, ids)
@@ -185,7 +184,7 @@ def read(reader: Reader, path: Path) -> Proposer:
     """
     try:
         with safe_open(path, "pt", device=str(reader.device)) as kept:
-            first = kept.get_tensor("first")
+            first, words = kept.get_tensor("first"), kept.get_tensor("words")
             both = [(kept.get_tensor(kind), kept.get_tensor(f"{kind} covariance")) for kind in KINDS]
             seconds = float(kept.metadata()["seconds"])
     except (OSError, KeyError, ValueError, TypeError, SafetensorError) as error:
@@ -196,4 +195,8 @@ def read(reader: Reader, path: Path) -> Proposer:
             f"width {reader.width}: of another model"
         )
     reader.first_states = first
-    return Proposer(reader, *both, seconds)
+    return Proposer(reader, *both, _without_padding(words), seconds)
+
+
+def _without_padding(words: Tensor) -> list[list[int]]:
+    return [[one for one in ids if one != NONE] for ids in words.tolist()]

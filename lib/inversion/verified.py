@@ -35,6 +35,9 @@ FEWEST, NARROW = 4096, 8192  # tokens that are ranked anew from states of less t
 FEW, MANY = 96, 512
 SHARE = 2  # tries by foretold states to one by the language model's expectation alone, should the former mislead
 PROMISING = 8  # candidates from whose mean a proxy is driven
+TOGETHER = 64  # positions whose vocabulary is ranked at once
+MOST = 64  # ids proposed a position, beside the guess
+LOOSE = 1000.0  # rounding has a long tail: within so many tolerances a token's state is computed the plain way as well
 EARLIER = -1  # in place of a place
 CALIBRATED = 16  # positions of known ids from which the floor is measured
 
@@ -51,7 +54,7 @@ class Settings:
     and not much nearer than the next.
     """
 
-    ahead: int = 8
+    ahead: int = 5
     stages: tuple[int, ...] = (8, 32, 96, 256, 512, 1024, 2048, 4096)
     refit: int = 8
     park: int = 256
@@ -232,7 +235,8 @@ class _Run:
         self.read, self.round = 0, 0
         self.failed: dict[int, Tensor] = {}  # the state of each prompt's guess that failed
         self.noise = added(channel, reader.first_states)
-        self.guesses = self._guess()
+        self.proposals = self._propose()
+        self.guesses = self.proposals[..., 0]
 
     @property
     def active(self) -> Tensor:
@@ -251,21 +255,34 @@ class _Run:
             return -np.inf
         return self.tolerance * float(seen.row.square().sum())
 
-    def _guess(self) -> Tensor:
-        """The best proposal [n, T] at every position."""
-        guesses = torch.zeros_like(self.ids)
-        for i, row in enumerate(self.states):
-            guesses[i, 0] = self.first_order(row)[0]
-            if self.tokens > 1:
-                expected = self.reader.expected(row[:-1])
-                if expected is not None:
-                    expected[0] = self.proposer.word_prior(expected[0], guesses[i, :1])
-                guesses[i, 1:] = self.proposer.guesses(row, expected, self.noise)
-        return guesses
+    def _propose(self) -> Tensor:
+        """The most promising ids [n, T, m] at every position: a guess, and what the first stage may take."""
+        count = min(1 + min([*self.settings.stages, MOST]), len(self.reader.embedding))
+        found = self.ids[..., None].repeat(1, 1, count)
+        for row, states in enumerate(self.states):
+            found[row, 0] = self.first_order(states)[:count]
+        for position, places in ((1, range(1, min(2, self.tokens))), (2, range(2, self.tokens))):
+            every = [(row, place) for row in range(self.count) for place in places]
+            for part in range(0, len(every), TOGETHER):
+                row, place = torch.tensor(every[part : part + TOGETHER], device=self.ids.device).T
+                before = self.states[row, place - 1]
+                expected = self.reader.expected(before)
+                if position == 1 and expected is not None:
+                    begun = zip(expected, found[row, 0, :1], strict=True)
+                    expected = torch.stack([self.proposer.word_prior(*one) for one in begun])
+                scores = self.proposer.scores(position, self.states[row, place], before, expected, self.noise)
+                found[row, place] = scores.topk(count).indices
+        return found
 
     def first_order(self, row: Tensor) -> Tensor:
         """The vocabulary [V] in the order in which it is tried for the first token of a prompt, states [T, d]."""
+        if self.channel.name == "clean":  # the same order, by one product
+            return (self._lengths - self.reader.first_states @ (2 * row[0])).argsort()
         return self.channel.misfit(Sighting(row[:1], row[:0]), self.reader.first_states).argsort()
+
+    @functools.cached_property
+    def _lengths(self) -> Tensor:
+        return self.reader.first_states.square().sum(-1)
 
     def prove(self, rows: Tensor) -> Tensor:
         """Read the next guesses of some prompts and commit those that reproduce their states, up to the first failure.
@@ -333,7 +350,7 @@ class _Run:
     def _through(self, search: list["_Search"], stages: list[int]) -> list["_Search"]:
         """Try so many candidates in all, and rank the rest anew behind each stage; the searches that found none."""
         for total in stages:
-            while search and search[0].tried < total and len(search[0].order):
+            while search and search[0].tried < total and search[0].left:
                 search = self._try(search, min(CHUNK, total - search[0].tried))
             if self.settings.refit <= total < len(self.reader.embedding):
                 for one in search:
@@ -409,20 +426,14 @@ class _Search:
         self.seen = run.sighting(row, self.position)
         self.limit = run.allowed(self.seen)
         self.loose = self.limit + run.channel.slack(self.seen.row)
-        self.expected = self._expected()
-        if self.position == 0:
-            order = run.first_order(run.states[row])
-        else:
-            before = run.known[row, self.position - 1]
-            order = run.proposer.order(self.position, self.seen.row, before, self.expected, run.noise)
-        guess = run.guesses[row, self.position]
-        self.order = order[order != guess]
-        self.ids, self.states, self.found, self.tried = [], [], [], 0
-        self.by_expectation, self.by_proxy = ranks(-self.expected), []
-        self.nearest, self.best = guess, np.inf
-        self.take(guess[None], run.failed[row][None])
+        self.proposed = run.proposals[row, self.position, 1:]
+        self.ids, self.states, self.found, self.tried, self.by_proxy = [], [], [], 0, []
+        self.nearest, self.best = run.guesses[row, self.position], np.inf
+        self.take(self.nearest[None], run.failed[row][None])
 
-    def _expected(self) -> Tensor:
+    @functools.cached_property
+    def expected(self) -> Tensor:
+        """What the language model expects [V] behind what is known."""
         reader, before = self.run.reader, self.run.ids[self.row, : self.position]
         if self.position and reader.reads_expectation:
             found = reader.expected(self.run.known[self.row, self.position - 1][None])[0]
@@ -430,24 +441,61 @@ class _Search:
             found = reader.next_probabilities(before[None])[0]
         return self.run.proposer.word_prior(found, before)
 
+    @functools.cached_property
+    def by_expectation(self) -> Tensor:
+        """Ranks [V] by that."""
+        return ranks(-self.expected)
+
+    @functools.cached_property
+    def order(self) -> Tensor:
+        """What was not tried, most promising first; made when the first proposals did not do."""
+        run, row, place = self.run, self.row, self.position
+        if place == 0:
+            every = run.first_order(run.states[row])
+        else:
+            before, expected = run.known[row, place - 1], self.expected[None]
+            scores = run.proposer.scores(place, self.seen.row[None], before[None], expected, run.noise)
+            every = scores[0].argsort(descending=True)
+        untried = torch.ones_like(every, dtype=torch.bool)
+        untried[torch.cat(self.ids)] = False
+        return every[untried[every]]
+
+    @property
+    def left(self) -> int:
+        """How many ids were not tried."""
+        return len(self.order) if "order" in self.__dict__ else len(self.run.reader.embedding) - 1 - self.tried
+
     def next(self, size: int) -> Tensor:
         """The next candidates; short of ``size``, the last ones again."""
-        part, self.order = self.order[:size], self.order[size:]
+        if "order" not in self.__dict__ and len(self.proposed) >= size:
+            part, self.proposed = self.proposed[:size], self.proposed[size:]
+        else:
+            part, self.order = self.order[:size], self.order[size:]
         self.tried += size
         return torch.nn.functional.pad(part, (0, size - len(part)), value=int(self.nearest))
 
     def take(self, ids: Tensor, states: Tensor) -> int | None:
         """Keep what candidates gave; the place of the one that is accepted, if there is one (EARLIER: tried before)."""
-        found = self.run.attacker.score(self.run.channel, self.seen, states, self.expected[ids])
+        attacker = self.run.attacker
+        expected = states.new_ones(len(ids)) if attacker.proves else self.expected[ids]
+        found = attacker.score(self.run.channel, self.seen, states, expected)
         self.ids.append(ids)
         self.states.append(states)
         self.found.append(found)
         place = int(found.argmin())
         if float(found[place]) < self.best:
             self.nearest, self.best = ids[place], float(found[place])
+            if self.limit < self.best <= LOOSE * self.limit:
+                self.best = min(self.best, self._plainly())
         else:
             place = EARLIER
         return place if self.best <= self.limit or self._alone() else None
+
+    def _plainly(self) -> float:
+        """The misfit of the best where its prompt up to here is read whole, as states usually come to be."""
+        run = self.run
+        ids = torch.cat([run.ids[self.row, : self.position], self.nearest[None]])
+        return float(run.channel.misfit(self.seen, run.reader.states(ids[None])[0, -1:])[0])
 
     def _alone(self) -> bool:
         """Whether the best is within a few digits in other bins, and no other that was tried anywhere near."""
@@ -463,7 +511,7 @@ class _Search:
             return BEST, tried, np.nan, np.nan
         residual = self.best / float(self.seen.row.square().sum())
         margin = float(every.topk(2, largest=False).values[1] / max(self.best, 1e-30)) if len(every) > 1 else np.nan
-        if len(self.order) == 0:
+        if self.left == 0:
             return SWEPT, tried, residual, margin
         return (UNIQUE if margin >= FACTOR else CONSISTENT), tried, residual, margin
 
@@ -478,7 +526,7 @@ class _Search:
         local = foretold(usual, before, tried, torch.cat(self.states))
         some = self.order if len(tried) >= MANY else self.order[: FEWEST if len(tried) < FEW else NARROW]
         if run.channel.name == "clean":
-            root, _, _ = usual.whitened()
+            root, _, _ = usual.whitened(run.noise)
             apart = ((local.states_of(some) - self.seen.row) @ root).square().sum(-1)
             error = (local.errors @ root).square().mean()
         else:

@@ -58,6 +58,17 @@ def methods(bench: pd.DataFrame) -> pd.DataFrame:
     return table.assign(ours=bench.method.str.contains("exact").to_numpy())
 
 
+def at_first_sight(proposals: pd.DataFrame) -> pd.DataFrame:
+    """A row a set and order: how many tokens, the share that stands first and among the first 8, 64 and 512, the mean
+    number of others before the true one, and the largest."""
+    rows = []
+    for (name, order), part in proposals.groupby(["configuration", "order"], sort=False):
+        row = {"set": name, "order": order, "tokens": len(part), "first": (part["rank"] == 0).mean()}
+        row |= {f"of {size}": (part["rank"] < size).mean() for size in (8, 64, 512)}
+        rows.append(row | {"mean before": part["rank"].mean(), "worst": part["rank"].max()})
+    return pd.DataFrame(rows).set_index(["set", "order"])
+
+
 def rounds(tokens: pd.DataFrame, configuration: str) -> pd.DataFrame:
     """The first prompt of a set, a row a token: what was guessed, what it took, how sure it is."""
     own = tokens[tokens.configuration == configuration]
