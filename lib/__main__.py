@@ -182,12 +182,18 @@ def _inversion_result(scale: str) -> "dict[str, Result]":
 
 
 @main.command()
-def notebooks() -> None:
-    """Execute every notebook on the committed reference, and store its pages beside the source."""
+@click.argument("names", nargs=-1)
+def notebooks(names: tuple[str, ...]) -> None:
+    """Execute every notebook, or those with such NAMES, on the committed reference, and store its pages beside the
+    source."""
     import nbformat
     from nbclient import NotebookClient
 
-    for source in sorted(paths.NOTEBOOKS.glob("*.py")):
+    sources = {source.stem: source for source in sorted(paths.NOTEBOOKS.glob("*.py"))}
+    unknown = [name for name in names if name not in sources]
+    if unknown:
+        raise click.ClickException(f"notebooks: got {unknown[0]!r}, expected names of {', '.join(sources)}")
+    for source in [sources[name] for name in names] or sources.values():
         notebook = _from_source(source)
         environment = os.environ | {config.ENVIRONMENT: "reference", "TQDM_DISABLE": "1"}
         client = NotebookClient(

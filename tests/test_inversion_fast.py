@@ -43,6 +43,7 @@ def test_the_laptop_sets_are_those_that_were_asked_for():
             "norm is 'none'",
         ),
         ({"sets": {"a": 3}}, "set 'a' is 3, expected a mapping"),
+        ({"proposals": ["english 7"]}, "proposals has 'english 7', expected names of sets"),
         ({"defences": {"channels": ["9-bits"]}}, "channel: got '9-bits'"),
         ({"defences": {"swept": [4]}}, "swept has 4, expected less than 4"),
         ({"defences": {"cascade": {"prompts": 3, "candidates": 8, "channels": []}}}, "is more than 2, the sweep's"),
@@ -51,7 +52,7 @@ def test_the_laptop_sets_are_those_that_were_asked_for():
 def test_bad_settings_are_named(tmp_path, change, message):
     values = yaml.safe_load((paths.PARAMS / "fast.yaml").read_text())
     smoke = values["scales"]["smoke"]
-    smoke |= {"sets": change.get("sets", smoke["sets"])}
+    smoke |= {name: change.get(name, smoke[name]) for name in ("sets", "proposals")}
     smoke["defences"] |= change.get("defences", {})
     (tmp_path / "fast.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises((ConfigError, InversionError), match=message):
@@ -99,6 +100,13 @@ def test_every_prompt_comes_back_and_tables_say_what_it_cost(made):
         "prompt source model layer norm n_tokens batch method configuration channel attacker exact_match similarity"
     )
     assert set(f"{contract} first_error seconds candidates status margin".split()) <= set(prompts.columns)
+
+
+def test_proposals_say_where_true_tokens_stand_at_first_sight(made):
+    ranks = made.table("proposals.parquet")
+    assert ranks.groupby("order").size().to_dict() == {"both": 20, "language model": 20, "states": 20}  # 4 prompts of 6
+    mean = ranks.groupby("order")["rank"].mean()
+    assert ranks["rank"].between(0, 1023).all() and mean["both"] < mean["language model"] / 4
 
 
 def test_the_sweep_has_every_channel_and_attacker(made):

@@ -16,11 +16,17 @@ from lib.inversion.reader import Convention, InversionError, Reader
 TEXT = "It was 7 o'clock."
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A cache folder of these tests' own, for proposers."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def small(monkeypatch, tmp_path):
-    """A corpus of a few sentences, and a cache of the test's own for the proposer."""
+def small(monkeypatch, cache):
+    """A corpus of a few sentences, and that cache."""
     monkeypatch.setattr(corpus, "docstrings", lambda _: ["The quick brown fox jumps over the lazy dog. " * 40])
-    monkeypatch.setenv("LEAKBOOK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LEAKBOOK_CACHE", str(cache))
 
 
 def states(name="tiny-llama", convention=Convention(), text=TEXT):  # noqa: B008 - frozen

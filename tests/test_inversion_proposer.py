@@ -127,6 +127,22 @@ def test_what_is_fitted_is_kept_and_read_again(reader, tmp_path, monkeypatch):
     assert own.continuations == again.continuations and own.seconds == again.seconds > 0
 
 
+def test_other_weights_of_the_same_name_have_a_proposer_of_their_own(reader, tmp_path, monkeypatch):
+    monkeypatch.setenv("LEAKBOOK_CACHE", str(tmp_path))
+    monkeypatch.setattr(corpus, "docstrings", lambda _: TEXTS)
+    proposer.fitted(reader)
+    trained = Reader(models.load("tiny-llama"))
+    with torch.no_grad():
+        next(iter(trained.model.layers[2].parameters())).mul_(1.01)
+    assert proposer.is_kept(reader) and not proposer.is_kept(trained)
+
+
+def test_texts_without_a_known_id_are_passed_over(reader):
+    few = Reader(models.load("tiny-llama"), vocabulary=3)
+    ids = fitting.sequences(few, ["Two."], 6 * 128, seed=0)
+    assert int(ids.max()) < 3 and ids.shape[1] == 128 and len(ids) >= 2
+
+
 def test_a_proposer_of_another_width_is_refused(reader, tmp_path):
     parts = {kind: torch.zeros(97, 32) for kind in proposer.KINDS}
     parts |= {f"{kind} covariance": torch.eye(32) for kind in proposer.KINDS}

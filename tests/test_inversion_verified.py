@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lib import models
-from lib.inversion import corpus, fitting, proposer, verified
-from lib.inversion.reader import Convention, Prefixes, Reader
+from lib.inversion import channels, corpus, fitting, proposer, verified
+from lib.inversion.reader import Convention, InversionError, Prefixes, Reader
 
 NAMES = ("tiny-gpt2", "tiny-llama")
 CONVENTIONS = (Convention(), Convention(norm="pre"), Convention(layer=2, norm="pre"))
@@ -117,6 +117,12 @@ def test_states_that_no_token_reproduces_are_best_effort_and_the_other_rows_fini
     assert status.loc[0, 2] == verified.BEST and not (status.loc[1] == verified.BEST).any()
     assert found.ids.tolist() == ids.tolist()  # the nearest is still the right one
     assert found.tokens.candidates.max() == 1024
+    swept = found.tokens[(found.tokens.prompt == 0) & (found.tokens.position == 2)].iloc[0]
+    whole = torch.stack([reader.states(torch.tensor([[*ids[0, :2].tolist(), one]]))[0, -1] for one in range(1024)])
+    first, second = verified.residuals(whole, states[0, 2]).sort().values[:2].tolist()
+    assert (
+        swept.residual == pytest.approx(first) and swept.margin == pytest.approx(second / first) and swept.margin > 10
+    )
 
 
 def test_behind_a_lost_token_the_whole_vocabulary_is_not_read_again(made):
@@ -150,6 +156,31 @@ def test_a_token_whose_rounding_is_beyond_the_tolerance_is_computed_the_plain_wa
     found = verified.invert(reader, states, own, settings)
     assert found.exact(ids).all() and (found.tokens.status != verified.BEST).all()
     assert (found.tokens.residual <= strict).all() and found.tokens.candidates.max() < 1024
+
+
+def test_an_attacker_who_does_not_know_the_channel_is_not_helped_by_the_plain_way(made):
+    """Through coarse rounding no plain state is the released one: who compares plain states proves nothing."""
+    reader, own = made("tiny-llama")
+    ids, channel = drawn(2, 5, seed=4), channels.named("4-bit")
+    released = channel.release(reader.states(ids), torch.Generator())
+    found = verified.invert(reader, released, own, SETTINGS, channel, "nearest")
+    assert (found.tokens.status == verified.BEST).all()
+    assert (verified.invert(reader, released, own, SETTINGS, channel, "aware").tokens.status != verified.BEST).all()
+
+
+def test_settings_that_no_search_can_run_with_are_named(made):
+    reader, own = made("tiny-llama")
+    with pytest.raises(InversionError, match="rates: got none, expected a learning rate, or no steps"):
+        verified.invert(reader, reader.states(drawn(1, 2)), own, verified.Settings(rates=()))
+
+
+@pytest.mark.parametrize("stages", [(), (3,), (1024,), (5000,), (1, 2, 1023)])
+def test_stages_may_end_anywhere(made, stages):
+    reader, _ = made("tiny-llama")
+    ids = drawn(5, 3, seed=6)
+    found = verified.invert(reader, reader.states(ids), blind(reader), verified.Settings(stages=stages, again=(1023,)))
+    assert found.exact(ids).all() and found.tokens.candidates.max() <= 1024
+    assert (found.tokens.status != verified.BEST).all()
 
 
 # What continues a word

@@ -47,6 +47,13 @@ def test_costs_and_peers_by_hand():
     assert found["our seconds"] == 1.5 and found["seconds ratio"] == 4.0
 
 
+def test_where_true_tokens_stand_at_first_sight():
+    ranks = pd.DataFrame({"configuration": "a", "order": "both", "rank": [0, 7, 8, 600]})
+    (row,) = weighing.at_first_sight(ranks).reset_index().to_dict("records")
+    assert (row["first"], row["of 8"], row["of 64"], row["of 512"]) == (0.25, 0.5, 0.75, 0.75)
+    assert (row["tokens"], row["mean before"], row["worst"]) == (4, 153.75, 600)
+
+
 def test_recovery_whole_prompts_and_the_alarm():
     rows = sweep(
         [

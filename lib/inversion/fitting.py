@@ -23,7 +23,8 @@ def features(reader: Reader) -> Tensor:
 
 
 def sequences(reader: Reader, texts: Sequence[str], tokens: int, seed: int) -> Tensor:
-    """Ids [n, 128] to fit on: a third of them ``texts``, a third written by the model, a third drawn at random."""
+    """Ids [n, 128] to fit on: a third of them ``texts``, a third written by the model, a third drawn at random;
+    fewer of the first two where there are few texts."""
     length = min(SEQUENCE, reader.context)
     part = max(1, tokens // 3 // length)
     rng = torch.Generator().manual_seed(seed)
@@ -33,15 +34,18 @@ def sequences(reader: Reader, texts: Sequence[str], tokens: int, seed: int) -> T
         if len(rows) >= part:
             break
     drawn = torch.randint(len(reader.embedding), (part, length), generator=rng)
-    begun = torch.tensor([ids[0] for ids, _ in zip(_shuffled(reader, texts, rng), range(part), strict=False)])
-    return torch.cat([*([torch.stack(rows[:part])] if rows else []), written(reader, begun, length, seed), drawn])
+    begun = [ids[0] for ids, _ in zip(_shuffled(reader, texts, rng), range(part), strict=False)]
+    own = written(reader, torch.tensor(begun), length, seed) if begun else drawn[:0]
+    return torch.cat([*([torch.stack(rows[:part])] if rows else []), own, drawn])
 
 
 def _shuffled(reader: Reader, texts: Sequence[str], rng: torch.Generator) -> Iterator[list[int]]:
     """The ids of texts in a drawn order; without such as the reader's vocabulary does not have."""
     for place in torch.randperm(len(texts), generator=rng).tolist():
         ids = reader.backbone.tokenizer(texts[place], add_special_tokens=False)["input_ids"]
-        yield [one for one in ids if one < len(reader.embedding)]
+        known = [one for one in ids if one < len(reader.embedding)]
+        if known:
+            yield known
 
 
 def written(reader: Reader, begun: Tensor, length: int, seed: int) -> Tensor:

@@ -95,7 +95,7 @@ def _reproduced(reader: Reader, states: Tensor, fits: float) -> bool:
     proposer.fitted(reader)  # brings the table
     rows = states[:, 0].to(reader.device)
     nearest = torch.stack([verified.residuals(reader.first_states, row).amin() for row in rows])
-    return bool((nearest <= fits).all())
+    return bool((nearest <= fits / conventions.FAR).all())
 
 
 def rounding(dtype: torch.dtype) -> float | None:

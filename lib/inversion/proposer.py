@@ -33,6 +33,7 @@ WEIGHT = 0.1  # w: a state's coordinates tell less together than if the rest wer
 EVEN = 0.5  # of all expectation is spread evenly: the text may be none
 WORDS = 0.3  # of all expectation, for ids that continue a word that a text begins with
 LONGEST_WORD = 6  # ids
+SAMPLED = 64  # weights of every matrix that a digest takes, or a few more
 NONE = -1  # where a word has no further id
 KINDS = ("second", "later")  # tokens of a prompt; behind a single one states are of another make
 
@@ -57,7 +58,8 @@ class Usual:
     def _whitened(self, noise: float) -> tuple[Tensor, Tensor, Tensor]:
         """A root L [d, d] of S^-1 = L L', with ``noise`` on every coordinate added to S; the table times L, and the
         squared lengths [V] of its rows."""
-        wide = self.covariance.double() + noise * torch.eye(len(self.covariance)).to(self.covariance).double()
+        wide = self.covariance.cpu().double()
+        wide = wide + noise * torch.eye(len(wide), dtype=torch.float64)
         root = torch.linalg.cholesky(torch.linalg.inv(wide)).to(self.table)
         table = self.table @ root
         return root, table, table.square().sum(-1)
@@ -141,7 +143,9 @@ def fitted(reader: Reader, tokens: int = TOKENS, packages: Sequence[str] = corpu
         if not path.exists():
             started = time.perf_counter()
             texts, words = corpus.docstrings(packages), corpus.split_words(reader.backbone.tokenizer)
-            words = [torch.tensor(ids[: LONGEST_WORD + 1]) for ids in words] or [torch.zeros(0, dtype=torch.long)]
+            words = [torch.tensor(ids[:LONGEST_WORD], dtype=torch.long) for ids in words] or [
+                torch.zeros(0, dtype=torch.long)
+            ]
             words = torch.nn.utils.rnn.pad_sequence(words, batch_first=True, padding_value=NONE)
             found = {"first": reader.first_states, "words": words}
             chosen = {"second": fitting.pairs(reader, texts, _without_padding(words), min(fitting.PAIRS, tokens), seed)}
@@ -165,6 +169,7 @@ def _place(reader: Reader, tokens: int, packages: Sequence[str], seed: int) -> t
         "version": VERSION,
         "model": reader.backbone.revision,
         "name": reader.backbone.name,
+        "weights": _digest(reader),
         "convention": str(reader.convention),
         "rows": len(reader.embedding),
         "tokens": tokens,
@@ -174,6 +179,15 @@ def _place(reader: Reader, tokens: int, packages: Sequence[str], seed: int) -> t
     }
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     return paths.cache() / "proposers" / f"{key}.safetensors", identity
+
+
+def _digest(reader: Reader) -> str:
+    """What tells weights of one name and revision apart, trained ones from those before: some of every matrix."""
+    digest = hashlib.sha256()
+    for weight in reader.model.parameters():
+        some = weight.detach().flatten()[:: max(1, weight.numel() // SAMPLED)]
+        digest.update(some.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def read(reader: Reader, path: Path) -> Proposer:

@@ -77,6 +77,8 @@ class Settings:
             raise InversionError(f"steps: got {self.steps}, expected at least 0")
         if list(self.stages) != sorted(set(self.stages)) or (self.stages and self.stages[0] < 1):
             raise InversionError(f"stages: got {list(self.stages)}, expected rising numbers of candidates")
+        if self.steps and not self.rates:
+            raise InversionError("rates: got none, expected a learning rate, or no steps")
         if self.tolerance is not None and not self.tolerance > 0:
             raise InversionError(f"tolerance: got {self.tolerance}, expected more than 0")
 
@@ -114,6 +116,7 @@ def numerical_floor(
 
     Through a channel that can be repeated it holds what the channel makes of the difference.
     """
+    tokens = min(tokens, reader.context)
     ids = torch.randint(len(reader.embedding), (4, tokens), generator=torch.Generator().manual_seed(seed))
     ids = ids.to(reader.device)
     whole, prefixes, worst = reader.states(ids), Prefixes(reader, 4, tokens), 0.0
@@ -225,6 +228,7 @@ class _Run:
         self.reader, self.states, self.proposer = reader, states, proposer
         self.settings, self.channel, self.attacker = settings, channel, attacker
         self.tolerance = settings.tolerance or FACTOR * numerical_floor(reader, channel)
+        self.window = LOOSE * FACTOR * numerical_floor(reader) if channel.name == "clean" else 0.0
         self.count, self.tokens, _ = states.shape
         self.prefixes = Prefixes(reader, self.count, self.tokens)
         self.ids = torch.zeros(self.count, self.tokens, dtype=torch.long, device=reader.device)
@@ -321,13 +325,18 @@ class _Run:
     def repair(self, rows: Tensor) -> None:
         """Find the next token of some prompts among growing batches of candidates; the hard ones are parked."""
         search = [_Search(self, int(row)) for row in rows]
+        for one in search:
+            if one.best <= one.limit:  # the guess, computed the plain way
+                self._accept_best(one)
+        search = [one for one in search if one.best > one.limit]
         self.parked += self._through(search, [stage for stage in self.stages if stage <= self.settings.park])
 
     @property
     def stages(self) -> list[int]:
         """Candidates tried before the whole vocabulary, which comes last if it is to come at all."""
         vocabulary = len(self.reader.embedding)
-        return [*(stage for stage in self.settings.stages if stage < vocabulary), *[vocabulary] * self.settings.scan]
+        scan = self.settings.scan and self.attacker.proves and not self.channel.likelihood
+        return [*(stage for stage in self.settings.stages if stage < vocabulary), *[vocabulary] * scan]
 
     def finish(self) -> None:
         """Go on with all parked searches together, to their end."""
@@ -351,7 +360,7 @@ class _Run:
         """Try so many candidates in all, and rank the rest anew behind each stage; the searches that found none."""
         for total in stages:
             while search and search[0].tried < total and search[0].left:
-                search = self._try(search, min(CHUNK, total - search[0].tried))
+                search = self._try(search, min(CHUNK, total - search[0].tried, search[0].left))
             if self.settings.refit <= total < len(self.reader.embedding):
                 for one in search:
                     one.rank_anew()
@@ -380,7 +389,8 @@ class _Run:
 
     def _drive(self, search: list["_Search"]) -> None:
         """Drive a proxy for every search from what it holds most likely, and try the proxy's neighbours as well."""
-        if not self.settings.steps:
+        search = [one for one in search if one.left and one.position]
+        if not (search and self.settings.steps and self.channel.repeatable):  # else no state equals what is seen
             return
         rows = torch.tensor([one.row for one in search], device=self.states.device)
         cache, lengths = view(self.prefixes.rows(rows)), self.prefixes.lengths[rows].cpu()
@@ -426,6 +436,7 @@ class _Search:
         self.seen = run.sighting(row, self.position)
         self.limit = run.allowed(self.seen)
         self.loose = self.limit + run.channel.slack(self.seen.row)
+        self.window = min(LOOSE * self.limit, run.window * float(self.seen.row.square().sum()))
         self.proposed = run.proposals[row, self.position, 1:]
         self.ids, self.states, self.found, self.tried, self.by_proxy = [], [], [], 0, []
         self.nearest, self.best = run.guesses[row, self.position], np.inf
@@ -439,6 +450,7 @@ class _Search:
             found = reader.expected(self.run.known[self.row, self.position - 1][None])[0]
         else:
             found = reader.next_probabilities(before[None])[0]
+            self.run.read += len(before)
         return self.run.proposer.word_prior(found, before)
 
     @functools.cached_property
@@ -466,13 +478,13 @@ class _Search:
         return len(self.order) if "order" in self.__dict__ else len(self.run.reader.embedding) - 1 - self.tried
 
     def next(self, size: int) -> Tensor:
-        """The next candidates; short of ``size``, the last ones again."""
+        """The next candidates."""
         if "order" not in self.__dict__ and len(self.proposed) >= size:
             part, self.proposed = self.proposed[:size], self.proposed[size:]
         else:
             part, self.order = self.order[:size], self.order[size:]
         self.tried += size
-        return torch.nn.functional.pad(part, (0, size - len(part)), value=int(self.nearest))
+        return part
 
     def take(self, ids: Tensor, states: Tensor) -> int | None:
         """Keep what candidates gave; the place of the one that is accepted, if there is one (EARLIER: tried before)."""
@@ -485,17 +497,20 @@ class _Search:
         place = int(found.argmin())
         if float(found[place]) < self.best:
             self.nearest, self.best = ids[place], float(found[place])
-            if self.limit < self.best <= LOOSE * self.limit:
-                self.best = min(self.best, self._plainly())
+            if self.limit < self.best <= self.window:
+                plain = self._plainly()
+                self.best = plain if plain <= self.limit else self.best
         else:
             place = EARLIER
         return place if self.best <= self.limit or self._alone() else None
 
     def _plainly(self) -> float:
-        """The misfit of the best where its prompt up to here is read whole, as states usually come to be."""
+        """The score of the best where its prompt up to here is read whole, as states usually come to be."""
         run = self.run
         ids = torch.cat([run.ids[self.row, : self.position], self.nearest[None]])
-        return float(run.channel.misfit(self.seen, run.reader.states(ids[None])[0, -1:])[0])
+        run.read += len(ids)
+        state = run.reader.states(ids[None])[0, -1:]
+        return float(run.attacker.score(run.channel, self.seen, state, state.new_ones(1))[0])
 
     def _alone(self) -> bool:
         """Whether the best is within a few digits in other bins, and no other that was tried anywhere near."""
@@ -506,7 +521,7 @@ class _Search:
     def answer(self) -> tuple[str, int, float, float]:
         """Status, candidates tried, residual, and the runner-up's over it."""
         every = torch.cat(self.found)
-        tried = min(len(every), len(self.run.reader.embedding))
+        tried = len(every)
         if self.run.channel.likelihood:
             return BEST, tried, np.nan, np.nan
         residual = self.best / float(self.seen.row.square().sum())
