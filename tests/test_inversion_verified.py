@@ -118,7 +118,7 @@ def test_states_that_no_token_reproduces_are_best_effort_and_the_other_rows_fini
     assert found.ids.tolist() == ids.tolist()  # the nearest is still the right one
     assert found.tokens.candidates.max() == 1024
     swept = found.tokens[(found.tokens.prompt == 0) & (found.tokens.position == 2)].iloc[0]
-    whole = torch.stack([reader.states(torch.tensor([[*ids[0, :2].tolist(), one]]))[0, -1] for one in range(1024)])
+    whole = reader.states(torch.cat([ids[:1, :2].expand(1024, -1), torch.arange(1024)[:, None]], 1))[:, -1]
     first, second = verified.residuals(whole, states[0, 2]).sort().values[:2].tolist()
     assert (
         swept.residual == pytest.approx(first) and swept.margin == pytest.approx(second / first) and swept.margin > 10
@@ -174,7 +174,7 @@ def test_settings_that_no_search_can_run_with_are_named(made):
         verified.invert(reader, reader.states(drawn(1, 2)), own, verified.Settings(rates=()))
 
 
-@pytest.mark.parametrize("stages", [(), (3,), (1024,), (5000,), (1, 2, 1023)])
+@pytest.mark.parametrize("stages", [(), (1024,), (1, 2, 1023)])
 def test_stages_may_end_anywhere(made, stages):
     reader, _ = made("tiny-llama")
     ids = drawn(5, 3, seed=6)
