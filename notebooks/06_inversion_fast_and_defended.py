@@ -123,7 +123,7 @@ bench.set_index("method").drop(columns="repaid").round(2) if bench is not None e
 # fewer seconds a token, one prompt at a time. Set-up is repaid after some 70 tokens of the one kind or 200 of the other: eight short
 # prompts, or four of fifty. Seconds shrink less than candidates, since a pass over five tokens costs half of one over thirty.
 # **Random ids** come back as exactly, at 901 candidates and 4.9 s a token: half of them are guessed at once although nothing is
-# expected there, and two prompts of twelve, whose first id makes an unusual beginning, take most of the tries.
+# expected there, and two prompts of twelve take most of the tries; why these two, we did not find out.
 #
 # ## Defences: who knows what
 #
